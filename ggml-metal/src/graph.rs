@@ -1,0 +1,864 @@
+//! Building graphs: one method per operation, shapes checked here before ggml's C code would abort on them.
+//!
+//! A mistake is remembered and building goes on, so that a forward pass reads without a `?` on every line;
+//! [`Graph::new`] returns the first mistake. Shapes in the docs are in ggml order, fastest dimension first.
+
+use std::cell::{Cell, RefCell};
+use std::ptr::NonNull;
+use std::sync::Arc;
+
+use crate::tensor::ContextInner;
+use crate::{Backend, DType, Error, Tensor, exclusive, log};
+
+/// A place to describe tensors and the operations between them.
+pub struct Context {
+    pub(crate) inner: Arc<ContextInner>,
+    capacity: usize,
+    graph: Cell<*mut ggml::ggml_cgraph>,
+    mistake: RefCell<Option<Error>>,
+    /// What a mistaken `new_tensor` returns.
+    placeholder: RefCell<Option<Tensor>>,
+}
+
+/// Room that is never given out: operations may make an intermediate view besides their result.
+const SPARE_TENSORS: usize = 4;
+
+// SAFETY: all state is owned; only sharing between threads (Sync) is ruled out, by the cells.
+unsafe impl Send for Context {}
+
+/// `GGML_ROPE_TYPE_IMROPE` of ggml.h, a macro that the bindings leave out.
+const ROPE_TYPE_IMROPE: i32 = 40;
+
+/// Numbers of a rotary position embedding over four position rows (ggml's interleaved M-RoPE).
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct Rope {
+    /// Leading dimensions of a head that turn.
+    pub n_dims: i32,
+    /// Pairs per position row: time, height, width, extra.
+    pub sections: [i32; 4],
+    /// Base of the geometric series of wavelengths.
+    pub freq_base: f32,
+    /// Context length the model was trained with.
+    pub n_ctx_orig: i32,
+}
+
+impl Context {
+    /// A context with room for `max_tensors` tensors and a graph over them.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(max_tensors: usize) -> Result<Self, Error> {
+        log::install();
+        let capacity = max_tensors + 2 * SPARE_TENSORS;
+        // SAFETY: the sizes come from ggml itself; with no_alloc the context only holds descriptions.
+        let raw = unsafe {
+            ggml::ggml_init(ggml::ggml_init_params {
+                mem_size: ggml::ggml_tensor_overhead() * capacity
+                    + ggml::ggml_graph_overhead_custom(capacity, false),
+                mem_buffer: std::ptr::null_mut(),
+                no_alloc: true,
+            })
+        };
+        if raw.is_null() {
+            return Err(Error::Device("no memory for a graph's description".to_owned()));
+        }
+        Ok(Self {
+            inner: Arc::new(ContextInner::new(raw)),
+            capacity,
+            graph: Cell::new(std::ptr::null_mut()),
+            mistake: RefCell::new(None),
+            placeholder: RefCell::new(None),
+        })
+    }
+
+    /// The first mistake so far, as an error.
+    ///
+    /// # Errors
+    /// When an operation was given tensors that it does not take.
+    pub fn check(&self) -> Result<(), Error> {
+        self.mistake.borrow_mut().take().map_or(Ok(()), Err)
+    }
+
+    fn fail(&self, op: &str, a: &Tensor, reason: String) -> Tensor {
+        self.mistake.borrow_mut().get_or_insert(Error::Graph {
+            node: format!("{op}({})", a.name()),
+            reason,
+        });
+        a.clone()
+    }
+
+    /// Runs one ggml builder over `inputs` if `fits` holds and there is room; else records the mistake.
+    fn op(
+        &self,
+        op: &str,
+        inputs: &[&Tensor],
+        fits: bool,
+        build: impl FnOnce(*mut ggml::ggml_context) -> *mut ggml::ggml_tensor,
+    ) -> Tensor {
+        if self.mistake.borrow().is_some() {
+            return inputs[0].clone();
+        }
+        if !fits {
+            let shapes: Vec<_> = inputs
+                .iter()
+                .map(|t| format!("{} {:?} {}", t.name(), t.shape(), t.dtype()))
+                .collect();
+            return self.fail(op, inputs[0], format!("does not take {}", shapes.join(" and ")));
+        }
+        if self.room() <= SPARE_TENSORS {
+            return self.fail(op, inputs[0], format!("more than {} tensors", self.capacity));
+        }
+        for input in inputs {
+            self.inner.keep_context(&input.context);
+        }
+        match NonNull::new(build(self.inner.raw)) {
+            // SAFETY: the builder made it in this context.
+            Some(raw) => unsafe { Tensor::new(raw, &self.inner) },
+            None => self.fail(op, inputs[0], "ggml made nothing".to_owned()),
+        }
+    }
+
+    /// Tensors that still fit into the context's memory.
+    fn room(&self) -> usize {
+        // SAFETY: the context is alive.
+        unsafe {
+            let size = ggml::ggml_get_mem_size(self.inner.raw);
+            let used = ggml::ggml_used_mem(self.inner.raw);
+            let graph = if self.graph.get().is_null() {
+                ggml::ggml_graph_overhead_custom(self.capacity, false)
+            } else {
+                0
+            };
+            (size - used).saturating_sub(graph) / ggml::ggml_tensor_overhead()
+        }
+    }
+
+    /// A tensor without a source: an input, a state or a weight, depending on where it is allocated.
+    pub fn new_tensor(&self, name: &str, dtype: DType, shape: &[i64]) -> Tensor {
+        let block = dtype.block_size() as i64;
+        let valid = (1..=4).contains(&shape.len())
+            && shape.iter().all(|&n| n > 0)
+            && block > 0
+            && shape[0] % block == 0
+            && self.room() > SPARE_TENSORS;
+        if !valid {
+            self.mistake.borrow_mut().get_or_insert(Error::Graph {
+                node: name.to_owned(),
+                reason: format!("no tensor of {dtype} can have the shape {shape:?} here"),
+            });
+            if let Some(tensor) = self.placeholder.borrow().as_ref() {
+                return tensor.clone();
+            }
+        }
+        let (shape, dtype) = if valid { (shape, dtype) } else { (&[1i64][..], DType::F32) };
+        // SAFETY: shape has 1 to 4 positive dimensions that fit the type, and there is room: a mistake uses up
+        // one spare tensor, once.
+        let raw = unsafe {
+            ggml::ggml_new_tensor(self.inner.raw, dtype.0, shape.len() as i32, shape.as_ptr())
+        };
+        let Some(raw) = NonNull::new(raw) else {
+            // ggml aborts rather than return null here; this keeps the type honest.
+            unreachable!("ggml_new_tensor returned null");
+        };
+        // SAFETY: just made in this context.
+        let tensor = unsafe { Tensor::new(raw, &self.inner) }.named(name);
+        if !valid {
+            self.placeholder.replace(Some(tensor.clone()));
+        }
+        tensor
+    }
+
+    /// As [`Context::new_tensor`], and kept apart from other memory, so that it can be set before computing.
+    pub fn input(&self, name: &str, dtype: DType, shape: &[i64]) -> Tensor {
+        let tensor = self.new_tensor(name, dtype, shape);
+        // SAFETY: the description is alive.
+        unsafe { ggml::ggml_set_input(tensor.as_ptr()) };
+        tensor
+    }
+
+    /// Marks a tensor as one that is read after computing, and adds it to the graph.
+    pub fn output(&self, a: &Tensor) {
+        // SAFETY: the description is alive.
+        unsafe { ggml::ggml_set_output(a.as_ptr()) };
+        self.expand(a);
+    }
+
+    /// Adds a tensor and everything it is made from to the graph, after what was added before.
+    pub fn expand(&self, a: &Tensor) {
+        if self.mistake.borrow().is_some() {
+            return;
+        }
+        if !Arc::ptr_eq(&a.context, &self.inner) {
+            self.fail("expand", a, "belongs to another context".to_owned());
+            return;
+        }
+        // SAFETY: the context keeps room for one graph of its capacity; the tensor belongs to it.
+        unsafe {
+            if self.graph.get().is_null() {
+                self.graph.set(ggml::ggml_new_graph_custom(
+                    self.inner.raw,
+                    self.capacity,
+                    false,
+                ));
+            }
+            ggml::ggml_build_forward_expand(self.graph.get(), a.as_ptr());
+        }
+    }
+
+    /// Allocates every tensor of this context on the backend's device, zeroed.
+    ///
+    /// # Errors
+    /// When an earlier step was mistaken, or memory runs out.
+    pub fn allocate(&self, backend: &Backend, what: &str) -> Result<(), Error> {
+        self.check()?;
+        self.inner.allocate(backend, backend.buffer_type(), what)
+    }
+
+    /// Bytes of the buffers that hold this context's tensors.
+    pub fn buffer_bytes(&self) -> usize {
+        self.inner.buffer_bytes()
+    }
+
+    /// Rows of `a` picked by `ids`: `[n, m]` and `[k]` give `[n, k]` (per slice in higher dimensions).
+    pub fn get_rows(&self, a: &Tensor, ids: &Tensor) -> Tensor {
+        let fits = ids.dtype() == DType::I32
+            && a.ne(2) == ids.ne(1)
+            && a.ne(3) == ids.ne(2)
+            && ids.ne(3) == 1;
+        // SAFETY: sources are alive and their shapes fit, as for every builder below.
+        self.op("get_rows", &[a, ids], fits, |c| unsafe {
+            ggml::ggml_get_rows(c, a.as_ptr(), ids.as_ptr())
+        })
+    }
+
+    /// Writes the rows of `rows` into `a` at `ids`; the result is a view of `a`.
+    pub fn set_rows(&self, a: &Tensor, rows: &Tensor, ids: &Tensor) -> Tensor {
+        let fits = a.ne(0) == rows.ne(0)
+            && a.ne(2) == rows.ne(2)
+            && a.ne(3) == rows.ne(3)
+            && rows.ne(1) == ids.ne(0)
+            && ids.ne(1) == 1
+            && ids.ne(2) == 1
+            && ids.ne(3) == 1
+            && matches!(rows.dtype(), DType::F32 | DType::F16)
+            && matches!(ids.dtype(), DType::I64 | DType::I32)
+            && a.rows_are_contiguous()
+            && rows.rows_are_contiguous();
+        // SAFETY: see get_rows.
+        self.op("set_rows", &[a, rows, ids], fits, |c| unsafe {
+            ggml::ggml_set_rows(c, a.as_ptr(), rows.as_ptr(), ids.as_ptr())
+        })
+    }
+
+    /// `a + b`, `b` repeated where it is smaller.
+    pub fn add(&self, a: &Tensor, b: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("add", &[a, b], repeats(b, a), |c| unsafe {
+            ggml::ggml_add(c, a.as_ptr(), b.as_ptr())
+        })
+    }
+
+    /// `a * b` element by element, `b` repeated where it is smaller.
+    pub fn mul(&self, a: &Tensor, b: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("mul", &[a, b], repeats(b, a), |c| unsafe {
+            ggml::ggml_mul(c, a.as_ptr(), b.as_ptr())
+        })
+    }
+
+    /// `a / b` element by element, `b` repeated where it is smaller.
+    pub fn div(&self, a: &Tensor, b: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("div", &[a, b], repeats(b, a), |c| unsafe {
+            ggml::ggml_div(c, a.as_ptr(), b.as_ptr())
+        })
+    }
+
+    /// `a * factor`.
+    pub fn scale(&self, a: &Tensor, factor: f32) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("scale", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_scale(c, a.as_ptr(), factor)
+        })
+    }
+
+    /// Values limited to `min..=max`.
+    pub fn clamp(&self, a: &Tensor, min: f32, max: f32) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("clamp", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_clamp(c, a.as_ptr(), min, max)
+        })
+    }
+
+    /// `x / sqrt(mean(x^2) + eps)` over each row.
+    pub fn rms_norm(&self, a: &Tensor, eps: f32) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("rms_norm", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_rms_norm(c, a.as_ptr(), eps)
+        })
+    }
+
+    /// `1 / (1 + exp(-x))`.
+    pub fn sigmoid(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("sigmoid", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_sigmoid(c, a.as_ptr())
+        })
+    }
+
+    /// `x * sigmoid(x)`.
+    pub fn silu(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("silu", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_silu(c, a.as_ptr())
+        })
+    }
+
+    /// `log(1 + exp(x))`.
+    pub fn softplus(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("softplus", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_softplus(c, a.as_ptr())
+        })
+    }
+
+    /// `silu(gate) * up`.
+    pub fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Tensor {
+        let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype();
+        // SAFETY: see get_rows.
+        self.op("swiglu", &[gate, up], fits, |c| unsafe {
+            ggml::ggml_swiglu_split(c, gate.as_ptr(), up.as_ptr())
+        })
+    }
+
+    /// Softmax over each row.
+    pub fn soft_max(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("soft_max", &[a], a.is_contiguous(), |c| unsafe {
+            ggml::ggml_soft_max(c, a.as_ptr())
+        })
+    }
+
+    /// The sum of each row: `[n, m]` gives `[1, m]`.
+    pub fn sum_rows(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("sum_rows", &[a], a.rows_are_contiguous(), |c| unsafe {
+            ggml::ggml_sum_rows(c, a.as_ptr())
+        })
+    }
+
+    /// The places of the `k` largest values of each row, largest first: `[n, m]` gives `[k, m]` of I32.
+    pub fn argsort_top_k(&self, a: &Tensor, k: i64) -> Tensor {
+        let fits = k >= 1 && k <= a.ne(0) && a.dtype() == DType::F32;
+        // SAFETY: see get_rows.
+        self.op("argsort_top_k", &[a], fits, |c| unsafe {
+            ggml::ggml_argsort_top_k(c, a.as_ptr(), k as i32)
+        })
+    }
+
+    /// The place of the largest value of each row: `[n, m]` gives `[m]` of I32.
+    pub fn argmax(&self, a: &Tensor) -> Tensor {
+        let fits = a.dtype() == DType::F32 && a.ne(2) == 1 && a.ne(3) == 1 && a.is_contiguous();
+        // SAFETY: see get_rows.
+        self.op("argmax", &[a], fits, |c| unsafe {
+            ggml::ggml_argmax(c, a.as_ptr())
+        })
+    }
+
+    /// `w` times the columns of `x`: `[n, m]` and `[n, k]` give `[m, k]`. Higher dimensions of `w` are repeated.
+    pub fn mul_mat(&self, w: &Tensor, x: &Tensor) -> Tensor {
+        let fits = w.ne(0) == x.ne(0)
+            && x.ne(2) % w.ne(2) == 0
+            && x.ne(3) % w.ne(3) == 0
+            && w.nb(0) <= w.nb(1);
+        // SAFETY: see get_rows.
+        self.op("mul_mat", &[w, x], fits, |c| unsafe {
+            ggml::ggml_mul_mat(c, w.as_ptr(), x.as_ptr())
+        })
+    }
+
+    /// For each column of `x` the products with the experts that `ids` picks.
+    ///
+    /// `w` is `[n, m, n_expert]`, `x` `[n, 1 or k, n_tokens]`, `ids` `[k, n_tokens]` of I32; the result is
+    /// `[m, k, n_tokens]`.
+    pub fn mul_mat_id(&self, w: &Tensor, x: &Tensor, ids: &Tensor) -> Tensor {
+        let fits = ids.dtype() == DType::I32
+            && w.ne(0) == x.ne(0)
+            && w.ne(3) == 1
+            && x.ne(3) == 1
+            && ids.ne(2) == 1
+            && ids.ne(3) == 1
+            && ids.ne(1) == x.ne(2)
+            && ids.ne(0) % x.ne(1) == 0
+            && w.nb(0) <= w.nb(1);
+        // SAFETY: see get_rows.
+        self.op("mul_mat_id", &[w, x, ids], fits, |c| unsafe {
+            ggml::ggml_mul_mat_id(c, w.as_ptr(), x.as_ptr(), ids.as_ptr())
+        })
+    }
+
+    /// A window on the data of `a` without a copy: `strides` are bytes for dimensions 1 and up.
+    pub fn view(&self, a: &Tensor, shape: &[i64], strides: &[usize], offset: usize) -> Tensor {
+        let row = shape.first().map_or(0, |&n| a.dtype().row_bytes(n.max(0) as usize));
+        let extent = shape
+            .iter()
+            .skip(1)
+            .zip(strides)
+            .map(|(&n, &stride)| (n.max(1) as usize - 1) * stride)
+            .sum::<usize>()
+            + row;
+        let fits = (1..=4).contains(&shape.len())
+            && strides.len() + 1 == shape.len()
+            && shape.iter().all(|&n| n > 0)
+            && shape[0] % a.dtype().block_size() as i64 == 0
+            && offset + extent <= a.bytes();
+        // SAFETY: see get_rows; the window lies inside the data of `a`.
+        self.op("view", &[a], fits, |c| unsafe {
+            let (p, n) = (a.as_ptr(), shape);
+            match *strides {
+                [] => ggml::ggml_view_1d(c, p, n[0], offset),
+                [s1] => ggml::ggml_view_2d(c, p, n[0], n[1], s1, offset),
+                [s1, s2] => ggml::ggml_view_3d(c, p, n[0], n[1], n[2], s1, s2, offset),
+                [s1, s2, s3, ..] => {
+                    ggml::ggml_view_4d(c, p, n[0], n[1], n[2], n[3], s1, s2, s3, offset)
+                }
+            }
+        })
+    }
+
+    /// The same data in another shape.
+    pub fn reshape(&self, a: &Tensor, shape: &[i64]) -> Tensor {
+        let fits = (1..=4).contains(&shape.len())
+            && a.is_contiguous()
+            && shape.iter().all(|&n| n > 0)
+            && shape.iter().product::<i64>() as usize == a.n_elements();
+        // SAFETY: see get_rows.
+        self.op("reshape", &[a], fits, |c| unsafe {
+            let (p, n) = (a.as_ptr(), shape);
+            match n.len() {
+                1 => ggml::ggml_reshape_1d(c, p, n[0]),
+                2 => ggml::ggml_reshape_2d(c, p, n[0], n[1]),
+                3 => ggml::ggml_reshape_3d(c, p, n[0], n[1], n[2]),
+                _ => ggml::ggml_reshape_4d(c, p, n[0], n[1], n[2], n[3]),
+            }
+        })
+    }
+
+    /// Dimensions in another order: dimension `i` of `a` becomes dimension `axes[i]`.
+    pub fn permute(&self, a: &Tensor, axes: [i32; 4]) -> Tensor {
+        let mut sorted = axes;
+        sorted.sort_unstable();
+        // SAFETY: see get_rows.
+        self.op("permute", &[a], sorted == [0, 1, 2, 3], |c| unsafe {
+            ggml::ggml_permute(c, a.as_ptr(), axes[0], axes[1], axes[2], axes[3])
+        })
+    }
+
+    /// The first two dimensions exchanged.
+    pub fn transpose(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("transpose", &[a], true, |c| unsafe {
+            ggml::ggml_transpose(c, a.as_ptr())
+        })
+    }
+
+    /// A copy without gaps.
+    pub fn cont(&self, a: &Tensor) -> Tensor {
+        // SAFETY: see get_rows.
+        self.op("cont", &[a], true, |c| unsafe {
+            ggml::ggml_cont(c, a.as_ptr())
+        })
+    }
+
+    /// `b` after `a` along dimension `dim`.
+    pub fn concat(&self, a: &Tensor, b: &Tensor, dim: usize) -> Tensor {
+        let fits = dim < 4
+            && a.dtype() == b.dtype()
+            && (0..4).all(|i| i == dim || a.ne(i) == b.ne(i));
+        // SAFETY: see get_rows.
+        self.op("concat", &[a, b], fits, |c| unsafe {
+            ggml::ggml_concat(c, a.as_ptr(), b.as_ptr(), dim as i32)
+        })
+    }
+
+    /// Copies `a` into `to`, converting the type; the result is a view of `to`.
+    pub fn cpy(&self, a: &Tensor, to: &Tensor) -> Tensor {
+        let fits = a.n_elements() == to.n_elements();
+        // SAFETY: see get_rows.
+        self.op("cpy", &[a, to], fits, |c| unsafe {
+            ggml::ggml_cpy(c, a.as_ptr(), to.as_ptr())
+        })
+    }
+
+    /// Rotary embedding of `a` `[head_dim, n_head, n_tokens]` at `positions` `[4 * n_tokens]` of I32.
+    pub fn rope(&self, a: &Tensor, positions: &Tensor, rope: &Rope) -> Tensor {
+        let fits = positions.dtype() == DType::I32
+            && positions.n_elements() as i64 == 4 * a.ne(2)
+            && rope.n_dims > 0
+            && rope.n_dims % 2 == 0
+            && i64::from(rope.n_dims) <= a.ne(0)
+            && a.ne(3) == 1;
+        let mut sections = rope.sections;
+        // SAFETY: see get_rows; sections holds the four numbers that ggml reads.
+        self.op("rope", &[a, positions], fits, |c| unsafe {
+            ggml::ggml_rope_multi(
+                c,
+                a.as_ptr(),
+                positions.as_ptr(),
+                std::ptr::null_mut(),
+                rope.n_dims,
+                sections.as_mut_ptr(),
+                ROPE_TYPE_IMROPE,
+                rope.n_ctx_orig,
+                rope.freq_base,
+                1.0,
+                0.0,
+                1.0,
+                32.0,
+                1.0,
+            )
+        })
+    }
+
+    /// Softmax attention in one operation.
+    ///
+    /// `q` is `[head_dim, n_tokens, n_head, n_seqs]`, `k` and `v` `[head_dim, n_kv, n_head_kv, n_seqs]`, `mask`
+    /// `[n_kv, n_tokens]` of F16 (0 or -inf, added to the scaled products); the result is
+    /// `[head_dim, n_head, n_tokens, n_seqs]`.
+    pub fn flash_attn(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f32) -> Tensor {
+        let fits = q.dtype() == DType::F32
+            && q.ne(0) == k.ne(0)
+            && k.ne(1) == v.ne(1)
+            && k.ne(2) == v.ne(2)
+            && q.ne(2) % k.ne(2) == 0
+            && q.ne(3) == k.ne(3)
+            && q.ne(3) == v.ne(3)
+            && mask.dtype() == DType::F16
+            && mask.is_contiguous()
+            && mask.ne(0) == k.ne(1)
+            && mask.ne(1) >= q.ne(1)
+            && mask.ne(2) == 1
+            && mask.ne(3) == 1
+            && k.nb(0) == k.dtype().block_bytes()
+            && v.nb(0) == v.dtype().block_bytes();
+        // SAFETY: see get_rows.
+        self.op("flash_attn", &[q, k, v, mask], fits, |c| unsafe {
+            let result = ggml::ggml_flash_attn_ext(
+                c,
+                q.as_ptr(),
+                k.as_ptr(),
+                v.as_ptr(),
+                mask.as_ptr(),
+                scale,
+                0.0,
+                0.0,
+            );
+            ggml::ggml_prec_set_acc(result, ggml::GGML_PREC_F32);
+            result
+        })
+    }
+
+    /// Causal convolution of each channel with its own short kernel.
+    ///
+    /// `x` is `[kernel - 1 + n_tokens, channels, n_seqs]`, `kernel` `[kernel, channels]`; the result is
+    /// `[channels, n_tokens, n_seqs]`.
+    pub fn ssm_conv(&self, x: &Tensor, kernel: &Tensor) -> Tensor {
+        let fits = x.ne(3) == 1
+            && kernel.ne(2) == 1
+            && kernel.ne(3) == 1
+            && x.ne(1) == kernel.ne(1)
+            && x.ne(0) >= kernel.ne(0)
+            && x.dtype() == DType::F32
+            && kernel.dtype() == DType::F32;
+        // SAFETY: see get_rows.
+        self.op("ssm_conv", &[x, kernel], fits, |c| unsafe {
+            ggml::ggml_ssm_conv(c, x.as_ptr(), kernel.as_ptr())
+        })
+    }
+
+    /// The gated delta rule over a run of tokens, with the last `n_states` states.
+    ///
+    /// Shapes (S = head size, H_v a multiple of H_k): `q`, `k` `[S, H_k, n_tokens, n_seqs]`, `v` `[S, H_v, n_tokens,
+    /// n_seqs]`, `g` and `beta` `[1, H_v, n_tokens, n_seqs]`, `state` `[S, S, H_v, n_seqs]`. The result packs the
+    /// outputs `[S, H_v, n_tokens, n_seqs]` and then `n_states` states, newest first.
+    #[expect(clippy::too_many_arguments, reason = "the operation's own operands")]
+    pub fn gated_delta_net(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        g: &Tensor,
+        beta: &Tensor,
+        state: &Tensor,
+        n_states: i64,
+    ) -> Tensor {
+        let (size, heads, tokens, seqs) = (v.ne(0), v.ne(1), v.ne(2), v.ne(3));
+        let all = [q, k, v, g, beta, state];
+        let fits = all.iter().all(|t| t.dtype() == DType::F32)
+            && [q, k, v].iter().all(|t| t.rows_are_contiguous())
+            && [g, beta, state].iter().all(|t| t.is_contiguous())
+            && q.shape() == k.shape()
+            && q.ne(0) == size
+            && heads % q.ne(1) == 0
+            && q.ne(2) == tokens
+            && q.ne(3) == seqs
+            && g.shape() == [1, heads, tokens, seqs]
+            && beta.shape() == g.shape()
+            && state.shape() == [size, size, heads, seqs]
+            && n_states >= 1;
+        // SAFETY: see get_rows.
+        self.op("gated_delta_net", &all, fits, |c| unsafe {
+            ggml::ggml_gated_delta_net(
+                c,
+                q.as_ptr(),
+                k.as_ptr(),
+                v.as_ptr(),
+                g.as_ptr(),
+                beta.as_ptr(),
+                state.as_ptr(),
+                n_states,
+            )
+        })
+    }
+}
+
+/// True where `small` can be repeated to the shape of `large`.
+fn repeats(small: &Tensor, large: &Tensor) -> bool {
+    small.dtype() == large.dtype() && (0..4).all(|i| large.ne(i) % small.ne(i) == 0)
+}
+
+/// A graph with its memory: inputs can be set, it can be computed again and again, outputs can be read.
+pub struct Graph {
+    allocator: Allocator,
+    backends: Vec<Backend>,
+    raw: *mut ggml::ggml_cgraph,
+    context: Context,
+}
+
+/// One backend needs only a graph allocator; several need a scheduler that splits the graph between them.
+/// A scheduler holds one allocated graph, so each graph has its own.
+enum Allocator {
+    Single(ggml::ggml_gallocr_t),
+    Split(ggml::ggml_backend_sched_t),
+}
+
+// SAFETY: everything is owned; computing and data access happen under the compute lock.
+unsafe impl Send for Graph {}
+
+impl Drop for Graph {
+    fn drop(&mut self) {
+        // SAFETY: freed once, before the backends that a scheduler refers to.
+        unsafe {
+            match self.allocator {
+                Allocator::Single(allocator) => ggml::ggml_gallocr_free(allocator),
+                Allocator::Split(scheduler) => ggml::ggml_backend_sched_free(scheduler),
+            }
+        }
+    }
+}
+
+impl Graph {
+    /// Allocates what was expanded in `context`. `backends` are in order of preference; where there are
+    /// several, the last is the CPU's, which takes the nodes that the others cannot compute.
+    ///
+    /// # Errors
+    /// The first mistake made while building; no memory; nothing was expanded.
+    pub fn new(context: Context, backends: &[Backend]) -> Result<Self, Error> {
+        context.check()?;
+        let raw = context.graph.get();
+        let (Some(first), false) = (backends.first(), raw.is_null()) else {
+            return Err(Error::Graph {
+                node: "graph".to_owned(),
+                reason: "has no nodes or no backend".to_owned(),
+            });
+        };
+        log::clear();
+        // SAFETY: backends, context and graph are alive and stay so with the returned value; the scheduler
+        // copies the list of backends.
+        let (allocator, allocated) = unsafe {
+            if backends.len() == 1 {
+                let allocator = ggml::ggml_gallocr_new(first.buffer_type());
+                let done = ggml::ggml_gallocr_alloc_graph(allocator, raw);
+                (Allocator::Single(allocator), done)
+            } else {
+                let mut list: Vec<_> = backends.iter().map(Backend::raw).collect();
+                let scheduler = ggml::ggml_backend_sched_new(
+                    list.as_mut_ptr(),
+                    std::ptr::null_mut(),
+                    list.len() as i32,
+                    context.capacity,
+                    false,
+                    false,
+                );
+                let done = ggml::ggml_backend_sched_alloc_graph(scheduler, raw);
+                (Allocator::Split(scheduler), done)
+            }
+        };
+        let graph = Self {
+            allocator,
+            backends: backends.to_vec(),
+            raw,
+            context,
+        };
+        if !allocated {
+            return Err(Error::Alloc {
+                device: first.device().name().to_owned(),
+                what: "a graph's intermediate results".to_owned(),
+                bytes: graph.compute_bytes(),
+                log: log::take(),
+            });
+        }
+        Ok(graph)
+    }
+
+    /// Computes the graph with the inputs as they are now set.
+    ///
+    /// # Errors
+    /// When the device reports a failure.
+    pub fn compute(&mut self) -> Result<(), Error> {
+        let _lock = exclusive();
+        log::clear();
+        // SAFETY: the graph is allocated, everything it reads is kept alive by its context, and the lock keeps
+        // other computations and copies away.
+        let status = unsafe {
+            match self.allocator {
+                Allocator::Single(_) => {
+                    ggml::ggml_backend_graph_compute(self.backends[0].raw(), self.raw)
+                }
+                Allocator::Split(scheduler) => {
+                    ggml::ggml_backend_sched_graph_compute(scheduler, self.raw)
+                }
+            }
+        };
+        if status == ggml::GGML_STATUS_SUCCESS {
+            return Ok(());
+        }
+        Err(Error::Compute {
+            device: self.backends[0].device().name().to_owned(),
+            status: match status {
+                ggml::GGML_STATUS_ALLOC_FAILED => "out of memory".to_owned(),
+                ggml::GGML_STATUS_ABORTED => "aborted".to_owned(),
+                other => format!("status {other}"),
+            },
+            log: log::take(),
+        })
+    }
+
+    /// Parts that the graph falls into; 1 where one device computes all of it.
+    pub fn n_splits(&self) -> usize {
+        match self.allocator {
+            Allocator::Single(_) => 1,
+            // SAFETY: the scheduler is alive.
+            Allocator::Split(scheduler) => unsafe {
+                ggml::ggml_backend_sched_get_n_splits(scheduler) as usize
+            },
+        }
+    }
+
+    /// Bytes for intermediate results on all devices.
+    pub fn compute_bytes(&self) -> usize {
+        // SAFETY: allocator and backends are alive.
+        unsafe {
+            match self.allocator {
+                Allocator::Single(allocator) => ggml::ggml_gallocr_get_buffer_size(allocator, 0),
+                Allocator::Split(scheduler) => self
+                    .backends
+                    .iter()
+                    .map(|b| ggml::ggml_backend_sched_get_buffer_size(scheduler, b.raw()))
+                    .sum(),
+            }
+        }
+    }
+
+    /// The nodes in the order in which they are computed.
+    pub fn nodes(&self) -> Vec<Tensor> {
+        // SAFETY: the graph is alive, indices run below its count, and its nodes belong to its context.
+        unsafe {
+            (0..ggml::ggml_graph_n_nodes(self.raw))
+                .filter_map(|i| NonNull::new(ggml::ggml_graph_node(self.raw, i)))
+                .map(|node| Tensor::new(node, &self.context.inner))
+                .collect()
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn cpu() -> Backend {
+        let device = crate::find_device(Some("CPU")).unwrap();
+        Backend::new(device, Some(2)).unwrap()
+    }
+
+    #[test]
+    fn a_graph_computes_again_with_new_inputs() {
+        let context = Context::new(16).unwrap();
+        let w = context.input("w", DType::F32, &[2, 2]);
+        let x = context.input("x", DType::F32, &[2, 1]);
+        let y = context.mul_mat(&w, &x);
+        context.output(&y);
+        let mut graph = Graph::new(context, &[cpu()]).unwrap();
+        w.write(&[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+        for (input, expected) in [([1.0f32, 1.0], [3.0f32, 7.0]), ([0.0, 2.0], [4.0, 8.0])] {
+            x.write(&input).unwrap();
+            graph.compute().unwrap();
+            let mut out = [0f32; 2];
+            y.read(0, &mut out).unwrap();
+            assert_eq!(out, expected);
+        }
+        assert_eq!(graph.n_splits(), 1);
+    }
+
+    #[test]
+    fn mistaken_shapes_become_one_error() {
+        let context = Context::new(16).unwrap();
+        let a = context.input("a", DType::F32, &[4, 2]);
+        let b = context.input("b", DType::F32, &[3, 2]);
+        let c = context.mul_mat(&a, &b);
+        let d = context.rms_norm(&c, 1e-6);
+        context.output(&d);
+        let error = Graph::new(context, &[cpu()]).err().unwrap().to_string();
+        assert!(error.contains("mul_mat(a)") && error.contains("[3, 2, 1, 1]"), "{error}");
+    }
+
+    #[test]
+    fn too_many_tensors_are_an_error_not_an_abort() {
+        let context = Context::new(8).unwrap();
+        let mut a = context.input("a", DType::F32, &[4]);
+        for _ in 0..100 {
+            a = context.silu(&a);
+        }
+        context.output(&a);
+        assert!(Graph::new(context, &[cpu()]).is_err());
+    }
+
+    #[test]
+    fn reads_and_writes_stay_inside_the_tensor() {
+        let context = Context::new(4).unwrap();
+        let a = context.new_tensor("a", DType::F32, &[4]);
+        assert!(a.write(&[0f32; 4]).is_err(), "not allocated yet");
+        context.allocate(&cpu(), "a test").unwrap();
+        a.write(&[1f32; 4]).unwrap();
+        assert!(a.write(&[0f32; 5]).is_err());
+        assert!(a.write(&[0i32; 4]).is_err());
+        let mut out = [0f32; 3];
+        assert!(a.read(2, &mut out).is_err());
+        a.read(1, &mut out).unwrap();
+        assert_eq!(out, [1.0; 3]);
+    }
+
+    #[test]
+    fn a_tensor_outlives_its_context_value() {
+        let tensor = {
+            let context = Context::new(4).unwrap();
+            let tensor = context.new_tensor("a", DType::F32, &[4]);
+            context.allocate(&cpu(), "a test").unwrap();
+            tensor
+        };
+        tensor.write(&[2f32; 4]).unwrap();
+        let mut out = [0f32; 4];
+        tensor.read(0, &mut out).unwrap();
+        assert_eq!(out, [2.0; 4]);
+    }
+}

@@ -1,0 +1,84 @@
+//! What the operating system tells about this machine.
+
+/// Physical performance cores that this process may use: the default number of compute threads.
+///
+/// Efficiency cores and hyperthreads slow ggml down, because its threads wait for each other after every
+/// operation.
+pub fn performance_cores() -> usize {
+    let allowed = std::thread::available_parallelism().map_or(1, usize::from);
+    platform_cores().unwrap_or(allowed).clamp(1, allowed)
+}
+
+#[cfg(target_os = "macos")]
+fn platform_cores() -> Option<usize> {
+    // Apple silicon numbers its performance levels from the fastest; Intel Macs have none.
+    sysctl(c"hw.perflevel0.physicalcpu").or_else(|| sysctl(c"hw.physicalcpu"))
+}
+
+#[cfg(target_os = "macos")]
+fn sysctl(name: &std::ffi::CStr) -> Option<usize> {
+    let mut value: i32 = 0;
+    let mut size = size_of::<i32>();
+    // SAFETY: both pointers are to live values, and size says how many bytes value has.
+    let status = unsafe {
+        libc::sysctlbyname(
+            name.as_ptr(),
+            (&raw mut value).cast(),
+            &mut size,
+            std::ptr::null_mut(),
+            0,
+        )
+    };
+    (status == 0 && value > 0).then_some(value as usize)
+}
+
+#[cfg(target_os = "linux")]
+fn platform_cores() -> Option<usize> {
+    let read = |path: String| std::fs::read_to_string(path).ok();
+    // Hybrid Intel processors list their performance cores; others have no such file.
+    let fast = read("/sys/devices/cpu_core/cpus".to_owned()).map(|list| parse_cpu_list(&list));
+    let mut cores = std::collections::BTreeSet::new();
+    for cpu in 0..4096 {
+        let topology = format!("/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list");
+        let Some(siblings) = read(topology) else {
+            break;
+        };
+        if fast.as_ref().is_none_or(|fast| fast.contains(&cpu)) {
+            cores.insert(siblings);
+        }
+    }
+    (!cores.is_empty()).then_some(cores.len())
+}
+
+#[cfg(not(any(target_os = "linux", target_os = "macos")))]
+fn platform_cores() -> Option<usize> {
+    None
+}
+
+/// Parses the kernel's list form, such as `0-3,8,10-11`.
+#[cfg(target_os = "linux")]
+fn parse_cpu_list(list: &str) -> Vec<usize> {
+    let mut cpus = Vec::new();
+    for part in list.trim().split(',') {
+        let (first, last) = part.split_once('-').unwrap_or((part, part));
+        if let (Ok(first), Ok(last)) = (first.parse::<usize>(), last.parse::<usize>()) {
+            cpus.extend(first..=last);
+        }
+    }
+    cpus
+}
+
+#[cfg(test)]
+mod tests {
+    #[test]
+    fn there_is_at_least_one_core() {
+        assert!(super::performance_cores() >= 1);
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn kernel_cpu_lists_are_understood() {
+        assert_eq!(super::parse_cpu_list("0-3,8,10-11\n"), [0, 1, 2, 3, 8, 10, 11]);
+        assert!(super::parse_cpu_list("\n").is_empty());
+    }
+}

@@ -1,0 +1,290 @@
+//! Weights: tensors of GGUF files made usable on a device, without a copy where the device can.
+
+use std::collections::HashMap;
+use std::sync::Arc;
+
+use crate::graph::Context;
+use crate::tensor::Buffer;
+use crate::{Backend, DType, Device, Error, FileMap, Gguf, Tensor, TensorInfo, log};
+
+/// What a weight is used for; decides which layouts and devices can hold it.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Role {
+    /// Rows are looked up by token.
+    Embedding,
+    /// Multiplied with activations.
+    Matrix,
+    /// As [`Role::Matrix`], one matrix an expert.
+    Experts,
+    /// Added to, or multiplied element by element: small.
+    Vector,
+}
+
+/// Where weights ended up, in bytes.
+#[derive(Clone, Copy, Default, PartialEq, Eq, Debug)]
+pub struct WeightBytes {
+    /// Read in place from the mapped files.
+    pub mapped: usize,
+    /// Copied to the device's own memory.
+    pub copied: usize,
+    /// Copied to a layout made for this CPU.
+    pub repacked: usize,
+}
+
+/// Weights on a device.
+pub struct Weights {
+    tensors: HashMap<String, Tensor>,
+    bytes: WeightBytes,
+}
+
+/// A tensor to load: its place in a file, and its use.
+pub struct Wanted<'a> {
+    /// The file.
+    pub file: &'a Gguf,
+    /// The tensor.
+    pub info: &'a TensorInfo,
+    /// Its use.
+    pub role: Role,
+}
+
+/// ggml wants tensor data at multiples of this; files with a smaller alignment are copied.
+const ALIGNMENT: usize = 32;
+/// Size of one piece of a streamed upload.
+const UPLOAD_BYTES: usize = 16 << 20;
+
+impl Weights {
+    /// Makes the wanted tensors usable on `backend`.
+    ///
+    /// `cpu` holds what the backend's device cannot use (it may be the same backend). `repack` copies matrices
+    /// to this CPU's own layout where it has one. `progress` is told bytes done and in all while copying.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn load(
+        wanted: &[Wanted<'_>],
+        backend: &Backend,
+        cpu: &Backend,
+        repack: bool,
+        progress: &mut dyn FnMut(usize, usize),
+    ) -> Result<Self, Error> {
+        let mut weights = Self {
+            tensors: HashMap::new(),
+            bytes: WeightBytes::default(),
+        };
+        let mut in_place: Vec<&Wanted<'_>> = Vec::new();
+        let mut host_only: Vec<&Wanted<'_>> = Vec::new();
+        let mut copies: HashMap<usize, Vec<&Wanted<'_>>> = HashMap::new();
+        let extra = if repack {
+            backend.device().extra_buffer_types()
+        } else {
+            Vec::new()
+        };
+        for want in wanted {
+            let aligned = want.info.offset % ALIGNMENT == 0;
+            let device = backend.device();
+            if let Some(own_layout) = extra.iter().find(|&&t| layout_takes(device, t, want)) {
+                copies.entry(*own_layout as usize).or_default().push(want);
+            } else if !device_takes(device, want) {
+                host_only.push(want);
+            } else if device.maps_host_memory() && aligned {
+                in_place.push(want);
+            } else {
+                copies.entry(backend.buffer_type() as usize).or_default().push(want);
+            }
+        }
+
+        weights.map(&in_place, backend)?;
+        let (aligned, unaligned): (Vec<_>, Vec<_>) =
+            host_only.into_iter().partition(|w| w.info.offset % ALIGNMENT == 0);
+        weights.map(&aligned, cpu)?;
+        if !unaligned.is_empty() {
+            copies.entry(cpu.buffer_type() as usize).or_default().extend(unaligned);
+        }
+
+        let total = copies.values().flatten().map(|w| w.info.bytes).sum();
+        let mut done = 0;
+        for (buffer_type, group) in copies {
+            let buffer_type = buffer_type as ggml::ggml_backend_buffer_type_t;
+            let own_layout = extra.contains(&buffer_type);
+            let bytes: usize = group.iter().map(|w| w.info.bytes).sum();
+            weights.copy(&group, backend, buffer_type, own_layout, &mut |n| {
+                done += n;
+                progress(done, total);
+            })?;
+            if own_layout {
+                weights.bytes.repacked += bytes;
+            } else {
+                weights.bytes.copied += bytes;
+            }
+        }
+        Ok(weights)
+    }
+
+    /// The weight with that name.
+    pub fn get(&self, name: &str) -> Option<&Tensor> {
+        self.tensors.get(name)
+    }
+
+    /// Where the weights ended up.
+    pub fn bytes(&self) -> WeightBytes {
+        self.bytes
+    }
+
+    /// Wraps whole file maps as device buffers and points tensors into them.
+    fn map(&mut self, wanted: &[&Wanted<'_>], backend: &Backend) -> Result<(), Error> {
+        let mut files: Vec<(&Arc<FileMap>, Vec<&Wanted<'_>>)> = Vec::new();
+        for want in wanted {
+            match files.iter_mut().find(|(map, _)| Arc::ptr_eq(map, want.file.map())) {
+                Some((_, group)) => group.push(want),
+                None => files.push((want.file.map(), vec![want])),
+            }
+        }
+        for (map, group) in files {
+            let largest = group.iter().map(|w| w.info.bytes).max().unwrap_or(0);
+            let base = map.bytes().as_ptr();
+            log::clear();
+            // SAFETY: the map outlives the buffer, which holds it. ggml wants a mutable pointer, but buffers
+            // marked as weights are only read (`Tensor::write` refuses them).
+            let raw = unsafe {
+                ggml::ggml_backend_dev_buffer_from_host_ptr(
+                    backend.device().0,
+                    base.cast_mut().cast(),
+                    map.bytes().len(),
+                    largest,
+                )
+            };
+            if raw.is_null() {
+                return Err(Error::Alloc {
+                    device: backend.device().name().to_owned(),
+                    what: format!("the map of {}", map.path().display()),
+                    bytes: map.bytes().len(),
+                    log: log::take(),
+                });
+            }
+            let buffer = Arc::new(Buffer::new(raw, Some(map.clone())));
+            // SAFETY: the buffer is alive.
+            unsafe {
+                ggml::ggml_backend_buffer_set_usage(
+                    raw,
+                    ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS,
+                );
+            }
+            let context = Context::new(group.len())?;
+            context.inner.keep_buffer(buffer);
+            for want in group {
+                let tensor = describe(&context, want)?;
+                // SAFETY: the range was checked against the map when the file was opened; the buffer covers
+                // the whole map and is kept by the tensor's context.
+                let status = unsafe {
+                    ggml::ggml_backend_tensor_alloc(
+                        raw,
+                        tensor.as_ptr(),
+                        base.add(want.info.offset).cast_mut().cast(),
+                    )
+                };
+                if status != ggml::GGML_STATUS_SUCCESS {
+                    return Err(Error::Device(format!(
+                        "tensor `{}` cannot be used in place on {}",
+                        want.info.name,
+                        backend.device().name()
+                    )));
+                }
+                self.bytes.mapped += want.info.bytes;
+                self.tensors.insert(want.info.name.clone(), tensor);
+            }
+        }
+        Ok(())
+    }
+
+    /// Copies tensors to new memory, in pieces where the layout stays the same.
+    fn copy(
+        &mut self,
+        wanted: &[&Wanted<'_>],
+        backend: &Backend,
+        buffer_type: ggml::ggml_backend_buffer_type_t,
+        own_layout: bool,
+        copied: &mut dyn FnMut(usize),
+    ) -> Result<(), Error> {
+        let context = Context::new(wanted.len())?;
+        let mut tensors = Vec::with_capacity(wanted.len());
+        for want in wanted {
+            tensors.push(describe(&context, want)?);
+        }
+        context.inner.allocate(backend, buffer_type, "weights")?;
+        for (want, tensor) in wanted.iter().zip(tensors) {
+            let data = want.file.data(want.info);
+            // Repacking needs the whole tensor in one call.
+            let piece = if own_layout { data.len() } else { UPLOAD_BYTES };
+            for (i, chunk) in data.chunks(piece.max(1)).enumerate() {
+                // SAFETY: chunks cover the data, whose size is the tensor's; the memory is new.
+                unsafe { tensor.write_unchecked(i * piece, chunk) };
+                copied(chunk.len());
+            }
+            self.tensors.insert(want.info.name.clone(), tensor);
+        }
+        context.inner.mark_as_weights();
+        Ok(())
+    }
+}
+
+fn describe(context: &Context, want: &Wanted<'_>) -> Result<Tensor, Error> {
+    let tensor = context.new_tensor(&want.info.name, want.info.dtype, want.info.dims());
+    context.check()?;
+    Ok(tensor)
+}
+
+/// True where the device can do with this weight what its role asks for.
+fn device_takes(device: Device, want: &Wanted<'_>) -> bool {
+    use_of(want).is_some_and(|(_context, node)| node.is_supported_by(&device))
+}
+
+/// True where this buffer type has a layout for the weight.
+fn layout_takes(
+    device: Device,
+    buffer_type: ggml::ggml_backend_buffer_type_t,
+    want: &Wanted<'_>,
+) -> bool {
+    if !matches!(want.role, Role::Matrix | Role::Experts) {
+        return false;
+    }
+    let Some((_context, node)) = use_of(want) else {
+        return false;
+    };
+    // SAFETY: an empty buffer of that type tells the device which layout the weight would have; the
+    // description forgets it before the buffer is freed.
+    unsafe {
+        let empty = ggml::ggml_backend_buft_alloc_buffer(buffer_type, 0);
+        if empty.is_null() {
+            return false;
+        }
+        let weight = (*node.as_ptr()).src[0];
+        (*weight).buffer = empty;
+        let takes = node.is_supported_by(&device);
+        (*weight).buffer = std::ptr::null_mut();
+        ggml::ggml_backend_buffer_free(empty);
+        takes
+    }
+}
+
+/// The operation that will read the weight, described on inputs of the usual shape.
+fn use_of(want: &Wanted<'_>) -> Option<(Context, Tensor)> {
+    let context = Context::new(8).ok()?;
+    let weight = describe(&context, want).ok()?;
+    let n = weight.ne(0);
+    let node = match want.role {
+        Role::Embedding => {
+            context.get_rows(&weight, &context.new_tensor("ids", DType::I32, &[512]))
+        }
+        Role::Matrix => {
+            context.mul_mat(&weight, &context.new_tensor("x", DType::F32, &[n, 512]))
+        }
+        Role::Experts => context.mul_mat_id(
+            &weight,
+            &context.new_tensor("x", DType::F32, &[n, 1, 512]),
+            &context.new_tensor("ids", DType::I32, &[1, 512]),
+        ),
+        Role::Vector => return Some((context, weight)),
+    };
+    context.check().ok()?;
+    Some((context, node))
+}

@@ -1,0 +1,694 @@
+//! The forward pass, top to bottom: embedding, layers, norm, head; and the draft head from the same functions.
+//!
+//! Graphs are described once per shape and computed again with new inputs. Shapes in comments are in ggml order,
+//! fastest dimension first; every node has a name, so that any of them can be dumped and compared. Only
+//! operations that Metal supports are used (a test walks every node).
+
+use anyhow::{Context as _, Result};
+use ggml_metal::{Backend, Context, DType, Graph, Tensor};
+
+use super::config::{Config, LayerConfig};
+use super::weights::{Attention, DeltaNet, Ffn, GateUp, Layer, Mixer, Model, Moe, Mtp, Qkv};
+use crate::state::{DeltaNetState, HeadState, KvCache, LayerState, N_SEQS, State};
+
+/// The shape of one trunk pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct TrunkShape {
+    /// Tokens that go in.
+    pub n_tokens: usize,
+    /// Cells that attention looks at.
+    pub n_kv: usize,
+    /// Positions whose logits come out; none for the inner chunks of a prompt.
+    pub n_outputs: usize,
+    /// What the draft head does alongside.
+    pub head: HeadPass,
+}
+
+/// What the draft head does during a trunk pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum HeadPass {
+    /// Nothing: its state goes stale.
+    Off,
+    /// Its keys and values are written for every token of the pass.
+    Keys,
+    /// The whole head runs, and its logits come out for every token of the pass.
+    Logits,
+}
+
+/// A trunk pass ready to compute.
+pub struct TrunkGraph {
+    graph: Graph,
+    shape: TrunkShape,
+    inputs: Inputs,
+    out_rows: Option<Tensor>,
+    logits: Option<Tensor>,
+    head_logits: Option<Tensor>,
+}
+
+/// Inputs of a pass, set before computing.
+struct Inputs {
+    /// Token ids, `[n_tokens]` I32.
+    tokens: Tensor,
+    /// Time, height, width and a zero for every token, `[4 * n_tokens]` I32.
+    positions: Tensor,
+    /// The cell that each token's key and value go to, `[n_tokens]` I64.
+    cells: Tensor,
+    /// 0 where a token may look, -inf where not, `[n_kv, n_tokens]` F16.
+    mask: Tensor,
+    /// As `mask`, without cell 0, which the draft head leaves unused.
+    head_mask: Option<Tensor>,
+}
+
+/// Binary16 of 0 and of minus infinity.
+const VISIBLE: u16 = 0;
+const HIDDEN: u16 = 0xfc00;
+
+impl TrunkGraph {
+    /// Describes and allocates a pass over `state`.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        config: &Config,
+        model: &Model<Tensor>,
+        state: &State,
+        backends: &[Backend],
+        shape: TrunkShape,
+    ) -> Result<Self> {
+        let context = Context::new(node_capacity(config, 1))?;
+        let ctx = &context;
+        let inputs = Inputs::new(ctx, shape.n_tokens, shape.n_kv, shape.head == HeadPass::Logits);
+        let pass = Pass {
+            ctx,
+            config,
+            inputs: &inputs,
+            n_tokens: shape.n_tokens as i64,
+            n_kv: shape.n_kv as i64,
+        };
+
+        let selects = (1..shape.n_tokens).contains(&shape.n_outputs);
+        let out_rows =
+            selects.then(|| ctx.input("out_rows", DType::I32, &[shape.n_outputs as i64]));
+
+        let embd = ctx.get_rows(&model.token_embd, &inputs.tokens).named("embd");
+        let mut x = embd.clone(); // [n_embd, n_tokens]
+        for (il, layer) in model.layers.iter().enumerate() {
+            // The last layer's positions that nobody reads end at its attention.
+            let last = il + 1 == model.layers.len() && shape.head == HeadPass::Off;
+            let keep = out_rows.as_ref().filter(|_| last);
+            let state = &state.layers[il];
+            x = pass.layer(layer, &config.layers[il], state, &x, keep, il);
+        }
+        let hidden = pass.rms_norm(&x, &model.output_norm).named("result_norm");
+
+        let mut head_logits = None;
+        if let (Some(mtp), Some(head)) = (&model.mtp, &state.head)
+            && shape.head != HeadPass::Off
+        {
+            head_logits = pass.head_alongside(mtp, head, model, &embd, &hidden, shape.head);
+        }
+
+        let logits = (shape.n_outputs > 0).then(|| {
+            let rows = match &out_rows {
+                Some(ids) if shape.head != HeadPass::Off => ctx.get_rows(&hidden, ids),
+                _ => hidden,
+            };
+            let logits = pass.linear(&model.output, &rows).named("logits");
+            ctx.output(&logits); // [n_vocab, n_outputs]
+            logits
+        });
+        Ok(Self {
+            graph: Graph::new(context, backends).context("building the forward pass")?,
+            shape,
+            inputs,
+            out_rows,
+            logits,
+            head_logits,
+        })
+    }
+
+    /// The shape it was made for.
+    pub fn shape(&self) -> TrunkShape {
+        self.shape
+    }
+
+    /// The graph, for its nodes and its memory.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Runs the pass over `tokens` at positions from `n_past` on. `outputs` names the tokens of the pass whose
+    /// logits are wanted, as many as the shape says.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn compute(&mut self, tokens: &[u32], n_past: usize, outputs: &[i32]) -> Result<()> {
+        self.inputs.set(tokens, n_past)?;
+        if let Some(rows) = &self.out_rows {
+            rows.write(outputs)?;
+        }
+        self.graph.compute()?;
+        Ok(())
+    }
+
+    /// Appends the logits of the pass, `n_outputs` rows of `n_vocab`.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_logits(&self, out: &mut Vec<f32>) -> Result<()> {
+        self.logits.as_ref().map_or(Ok(()), |t| append(t, out))
+    }
+
+    /// Appends the draft head's logits, a row of `n_vocab` for each token of the pass: the guess for the token
+    /// after it.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_head_logits(&self, out: &mut Vec<f32>) -> Result<()> {
+        self.head_logits.as_ref().map_or(Ok(()), |t| append(t, out))
+    }
+}
+
+/// A chain of draft steps in one graph: each step feeds its best token and its hidden state to the next.
+pub struct DraftGraph {
+    graph: Graph,
+    n_kv: usize,
+    inputs: Vec<Inputs>,
+    tokens: Vec<Tensor>,
+    logits: Vec<Tensor>,
+}
+
+impl DraftGraph {
+    /// Describes and allocates a chain of `depth` steps; none where the model has no draft head or the state
+    /// does not keep it up.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        config: &Config,
+        model: &Model<Tensor>,
+        state: &State,
+        backends: &[Backend],
+        depth: usize,
+        n_kv: usize,
+    ) -> Result<Option<Self>> {
+        let (Some(mtp), Some(head)) = (&model.mtp, &state.head) else {
+            return Ok(None);
+        };
+        let context = Context::new(node_capacity(config, depth))?;
+        let ctx = &context;
+        let mut inputs = Vec::with_capacity(depth);
+        for _ in 0..depth {
+            inputs.push(Inputs::new(ctx, 1, n_kv, true));
+        }
+        let (mut tokens, mut all_logits) = (Vec::new(), Vec::new());
+        let mut hidden = head.hidden.clone(); // [n_embd, 1]
+        for (step, input) in inputs.iter().enumerate() {
+            let pass = Pass {
+                ctx,
+                config,
+                inputs: input,
+                n_tokens: 1,
+                n_kv: n_kv as i64,
+            };
+            let token = tokens.last().unwrap_or(&input.tokens);
+            let embd = ctx.get_rows(&mtp.embed_tokens, token);
+            hidden = pass.head(mtp, head, &embd, &hidden);
+            let logits = pass.linear(&mtp.head, &hidden).named(format!("draft_logits-{step}"));
+            ctx.output(&logits);
+            let best = ctx.argmax(&logits).named(format!("draft_token-{step}"));
+            ctx.output(&best);
+            all_logits.push(logits);
+            tokens.push(best);
+        }
+        Ok(Some(Self {
+            graph: Graph::new(context, backends).context("building the draft chain")?,
+            n_kv,
+            inputs,
+            tokens,
+            logits: all_logits,
+        }))
+    }
+
+    /// Steps of the chain.
+    pub fn depth(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Cells that its attention looks at.
+    pub fn n_kv(&self) -> usize {
+        self.n_kv
+    }
+
+    /// The graph, for its nodes and its memory.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Drafts the tokens after `token`, which stands at position `n_past`.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn compute(&mut self, token: u32, n_past: usize) -> Result<Vec<u32>> {
+        for (step, input) in self.inputs.iter().enumerate() {
+            // Later steps take their token from the graph and ignore this one.
+            input.set(&[token], n_past + step)?;
+        }
+        self.graph.compute()?;
+        let mut drafted = Vec::with_capacity(self.tokens.len());
+        for tensor in &self.tokens {
+            let mut id = [0i32];
+            tensor.read(0, &mut id)?;
+            drafted.push(id[0] as u32);
+        }
+        Ok(drafted)
+    }
+
+    /// Appends the logits of every step, rows of `n_vocab`.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_logits(&self, out: &mut Vec<f32>) -> Result<()> {
+        self.logits.iter().try_for_each(|t| append(t, out))
+    }
+}
+
+fn append(tensor: &Tensor, out: &mut Vec<f32>) -> Result<()> {
+    let start = out.len();
+    out.resize(start + tensor.n_elements(), 0.0);
+    tensor.read(0, &mut out[start..])?;
+    Ok(())
+}
+
+/// Tensors of the largest graph: a layer takes at most 60, and each expert of a token three more.
+fn node_capacity(config: &Config, depth: usize) -> usize {
+    let per_layer = 64 + 3 * config.moe.map_or(0, |m| m.n_expert_used as usize);
+    (config.n_layer() + 1 + depth) * per_layer + 64
+}
+
+impl Inputs {
+    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool) -> Self {
+        let (n, n_kv) = (n_tokens as i64, n_kv as i64);
+        Self {
+            tokens: ctx.input("tokens", DType::I32, &[n]),
+            positions: ctx.input("positions", DType::I32, &[4 * n]),
+            cells: ctx.input("cells", DType::I64, &[n]),
+            mask: ctx.input("mask", DType::F16, &[n_kv, n]),
+            head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
+        }
+    }
+
+    /// Sets what is allocated: a graph that does not use an input gives it no memory.
+    fn set(&self, tokens: &[u32], n_past: usize) -> Result<()> {
+        let n = tokens.len();
+        let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        if self.tokens.is_allocated() {
+            self.tokens.write(&ids)?;
+        }
+        // Text moves along all three axes alike.
+        let time = (n_past as i32)..(n_past + n) as i32;
+        let mut positions: Vec<i32> = time.clone().chain(time.clone()).chain(time).collect();
+        positions.resize(4 * n, 0);
+        if self.positions.is_allocated() {
+            self.positions.write(&positions)?;
+        }
+        let cells: Vec<i64> = (n_past as i64..(n_past + n) as i64).collect();
+        if self.cells.is_allocated() {
+            self.cells.write(&cells)?;
+        }
+        if self.mask.is_allocated() {
+            write_mask(&self.mask, n_past, 0)?;
+        }
+        if let Some(mask) = &self.head_mask {
+            write_mask(mask, n_past, 1)?;
+        }
+        Ok(())
+    }
+}
+
+/// Lets the token in row `i` see the cells `first..=n_past + i`. Row 0 of an empty context would see nothing when
+/// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
+fn write_mask(mask: &Tensor, n_past: usize, first: usize) -> Result<()> {
+    let (n_kv, n) = (mask.ne(0) as usize, mask.ne(1) as usize);
+    let mut values = vec![HIDDEN; n_kv * n];
+    for (i, row) in values.chunks_exact_mut(n_kv).enumerate() {
+        let last = n_past + i;
+        row[first.min(last)..=last].fill(VISIBLE);
+    }
+    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+    mask.write_bytes(0, &bytes)?;
+    Ok(())
+}
+
+/// One pass being described: everything the blocks share.
+struct Pass<'a> {
+    ctx: &'a Context,
+    config: &'a Config,
+    inputs: &'a Inputs,
+    n_tokens: i64,
+    n_kv: i64,
+}
+
+impl Pass<'_> {
+    /// Every product with a weight matrix: `[n_in, n_out]` and `[n_in, n]` give `[n_out, n]`.
+    fn linear(&self, w: &Tensor, x: &Tensor) -> Tensor {
+        self.ctx.mul_mat(w, x)
+    }
+
+    /// RMS norm of each row times `weight`, which holds `1 + w` as stored in GGUF.
+    fn rms_norm(&self, x: &Tensor, weight: &Tensor) -> Tensor {
+        let normed = self.ctx.rms_norm(x, self.config.rms_eps);
+        self.ctx.mul(&normed, weight)
+    }
+
+    /// One decoder layer. `keep` picks the rows that go on after the first half.
+    fn layer(
+        &self,
+        w: &Layer<Tensor>,
+        config: &LayerConfig,
+        state: &LayerState,
+        x: &Tensor,
+        keep: Option<&Tensor>,
+        il: usize,
+    ) -> Tensor {
+        let ctx = self.ctx;
+        let normed = self.rms_norm(x, &w.attn_norm).named(format!("attn_norm-{il}"));
+        let mixed = match (&w.mixer, state) {
+            (Mixer::Attention(attn), LayerState::Attention(kv)) => {
+                self.attention(attn, config, kv, &self.inputs.mask, &normed, keep, il)
+            }
+            (Mixer::DeltaNet(net), LayerState::DeltaNet(state)) => {
+                self.kept(&self.delta_net(net, state, &normed, il), keep)
+            }
+            _ => unreachable!("state and weights are made from the same configuration"),
+        };
+        let x = ctx.add(&mixed, &self.kept(x, keep)).named(format!("attn_residual-{il}"));
+        self.feed_forward(w, &x, il)
+    }
+
+    /// The second half of a layer: norm, feed-forward, residual.
+    fn feed_forward(&self, w: &Layer<Tensor>, x: &Tensor, il: usize) -> Tensor {
+        let normed = self
+            .rms_norm(x, &w.post_attention_norm)
+            .named(format!("post_attention_norm-{il}"));
+        let out = match &w.ffn {
+            Ffn::Dense { gate, up, down } => self.swiglu(gate, up, down, &normed),
+            Ffn::Moe(moe) => self.moe(moe, &normed, il),
+        };
+        self.ctx.add(&out, x).named(format!("l_out-{il}"))
+    }
+
+    fn kept(&self, x: &Tensor, keep: Option<&Tensor>) -> Tensor {
+        keep.map_or_else(|| x.clone(), |rows| self.ctx.get_rows(x, rows))
+    }
+
+    /// Queries with gates, keys and values of `x`: `[2 * head_dim * n_head, n]`, `[head_dim * n_head_kv, n]` twice.
+    fn qkv(&self, w: &Attention<Tensor>, config: &LayerConfig, x: &Tensor) -> (Tensor, Tensor, Tensor) {
+        match &w.qkv {
+            Qkv::Separate { q, k, v } => {
+                (self.linear(q, x), self.linear(k, x), self.linear(v, x))
+            }
+            Qkv::Fused(qkv) => {
+                let all = self.linear(qkv, x);
+                let n_q = 2 * self.config.head_dim * config.n_head;
+                let n_kv = self.config.head_dim * config.n_head_kv;
+                let part = |first: i64, n: i64| {
+                    let view =
+                        self.ctx.view(&all, &[n, x.ne(1)], &[all.nb(1)], first as usize * all.nb(0));
+                    // The next steps reshape, which wants no gaps.
+                    self.ctx.cont(&view)
+                };
+                (part(0, n_q), part(n_q, n_kv), part(n_q + n_kv, n_kv))
+            }
+        }
+    }
+
+    /// Keys and values of `x` go to the cells of this pass.
+    fn store(&self, w: &Attention<Tensor>, config: &LayerConfig, cache: &KvCache, k: &Tensor, v: &Tensor, il: usize) {
+        let (ctx, head_dim, n) = (self.ctx, self.config.head_dim, k.ne(1));
+        let k = ctx.reshape(k, &[head_dim, config.n_head_kv, n]);
+        let k = self.rms_norm(&k, &w.k_norm);
+        let k = ctx.rope(&k, &self.inputs.positions, &self.config.rope).named(format!("k-{il}"));
+        let k = ctx.reshape(&k, &[head_dim * config.n_head_kv, n]);
+        ctx.expand(&ctx.set_rows(&cache.k, &k, &self.inputs.cells));
+        ctx.expand(&ctx.set_rows(&cache.v, v, &self.inputs.cells));
+    }
+
+    /// Gated full attention: `[n_embd, n]` in and out.
+    #[expect(clippy::too_many_arguments, reason = "weights, numbers, state and inputs of one block")]
+    fn attention(
+        &self,
+        w: &Attention<Tensor>,
+        config: &LayerConfig,
+        cache: &KvCache,
+        mask: &Tensor,
+        x: &Tensor,
+        keep: Option<&Tensor>,
+        il: usize,
+    ) -> Tensor {
+        let (ctx, head_dim, n_head, n) =
+            (self.ctx, self.config.head_dim, config.n_head, self.n_tokens);
+        let (q_gate, k, v) = self.qkv(w, config, x);
+        self.store(w, config, cache, &k, &v, il);
+
+        // Per head the query's values and then the gate's.
+        let head_bytes = 2 * head_dim as usize * q_gate.nb(0);
+        let half = |offset: usize| {
+            ctx.view(&q_gate, &[head_dim, n_head, n], &[head_bytes, q_gate.nb(1)], offset)
+        };
+        let q = self.rms_norm(&half(0), &w.q_norm); // [head_dim, n_head, n]
+        let q = ctx.rope(&q, &self.inputs.positions, &self.config.rope).named(format!("q-{il}"));
+        let q = ctx.permute(&q, [0, 2, 1, 3]); // [head_dim, n, n_head]
+
+        let k = self.cells(&cache.k, config.n_head_kv); // [head_dim, n_kv, n_head_kv, n_seqs]
+        let v = self.cells(&cache.v, config.n_head_kv);
+        let scale = 1.0 / (head_dim as f32).sqrt();
+        let out = ctx.flash_attn(&q, &k, &v, mask, scale).named(format!("attn_out-{il}"));
+        let out = ctx.reshape(&out, &[head_dim * n_head, n]);
+
+        let gate = ctx.cont(&half(head_bytes / 2));
+        let gate = ctx.sigmoid(&ctx.reshape(&gate, &[head_dim * n_head, n]));
+        let out = ctx.mul(&out, &gate).named(format!("attn_gated-{il}"));
+        self.linear(&w.output, &self.kept(&out, keep))
+    }
+
+    /// The cells that attention looks at, heads apart.
+    fn cells(&self, cache: &Tensor, n_head_kv: i64) -> Tensor {
+        let head = cache.dtype().row_bytes(self.config.head_dim as usize);
+        let sequence = cache.nb(1) * (cache.ne(1) / N_SEQS) as usize;
+        self.ctx.view(
+            cache,
+            &[self.config.head_dim, self.n_kv, n_head_kv, N_SEQS],
+            &[cache.nb(1), head, sequence],
+            0,
+        )
+    }
+
+    /// The gated delta net: `[n_embd, n]` in and out.
+    fn delta_net(
+        &self,
+        w: &DeltaNet<Tensor>,
+        state: &DeltaNetState,
+        x: &Tensor,
+        il: usize,
+    ) -> Tensor {
+        let (ctx, ssm) = (self.ctx, &self.config.ssm);
+        let (size, n_k, n_v) = (ssm.head_dim, ssm.n_k_heads, ssm.n_v_heads);
+        let n = self.n_tokens / N_SEQS;
+
+        let qkv = self.linear(&w.qkv, x).named(format!("qkv-{il}"));
+        let qkv = ctx.transpose(&ctx.reshape(&qkv, &[ssm.conv_dim(), n, N_SEQS]));
+        // [conv_kernel - 1 + n, conv_dim, n_seqs]: the window of past inputs, then the new ones.
+        let window = ctx.concat(&state.conv, &qkv, 0);
+        let next = ctx.view(
+            &window,
+            &[ssm.conv_kernel - 1, ssm.conv_dim(), N_SEQS],
+            &[window.nb(1), window.nb(2)],
+            n as usize * window.nb(0),
+        );
+        ctx.expand(&ctx.cpy(&next, &state.conv));
+        let conv = ctx.silu(&ctx.ssm_conv(&window, &w.conv1d)).named(format!("conv-{il}")); // [conv_dim, n, n_seqs]
+
+        let heads = |first: i64, n_heads: i64| {
+            ctx.view(
+                &conv,
+                &[size, n_heads, n, N_SEQS],
+                &[size as usize * conv.nb(0), conv.nb(1), conv.nb(2)],
+                (first * size) as usize * conv.nb(0),
+            )
+        };
+        // Queries and keys lie side by side, so one norm serves both. x / sqrt(sum(x^2) + eps) is an RMS norm
+        // with eps / size, divided by sqrt(size); ggml's own L2 norm has another form of eps.
+        let qk = ctx.rms_norm(&heads(0, 2 * n_k), self.config.rms_eps / size as f32);
+        let qk = ctx.scale(&qk, 1.0 / (size as f32).sqrt()).named(format!("qk-{il}"));
+        let half = |first: i64| {
+            ctx.view(
+                &qk,
+                &[size, n_k, n, N_SEQS],
+                &[qk.nb(1), qk.nb(2), qk.nb(3)],
+                first as usize * qk.nb(1),
+            )
+        };
+        let (q, k, v) = (half(0), half(n_k), heads(2 * n_k, n_v));
+
+        let beta = ctx.sigmoid(&self.linear(&w.beta, x));
+        let beta = ctx.reshape(&beta, &[1, n_v, n, N_SEQS]);
+        let alpha = ctx.add(&self.linear(&w.alpha, x), &w.dt_bias);
+        let g = ctx.mul(&ctx.softplus(&alpha), &w.a); // log of the decay
+        let g = ctx.reshape(&g, &[1, n_v, n, N_SEQS]);
+
+        let out = ctx
+            .gated_delta_net(&q, &k, &v, &g, &beta, &state.s, 1)
+            .named(format!("delta_net-{il}"));
+        // The new state follows the outputs. The copy comes first after the operation: Metal and CUDA fuse it.
+        let (element, n_out) = (out.nb(0), (size * n_v * n * N_SEQS) as usize);
+        let d = size * size * n_v;
+        let new_state =
+            ctx.view(&out, &[d, N_SEQS, 1], &[d as usize * element; 2], n_out * element);
+        let kept = ctx.view(&state.s, &[d, N_SEQS, 1], &[d as usize * element; 2], 0);
+        ctx.expand(&ctx.cpy(&new_state, &kept));
+
+        let row = size as usize * element;
+        let out = ctx.view(
+            &out,
+            &[size, n_v, n, N_SEQS],
+            &[row, row * n_v as usize, row * (n_v * n) as usize],
+            0,
+        );
+        let z = ctx.reshape(&self.linear(&w.gate, x), &[size, n_v, n, N_SEQS]);
+        let out = ctx.mul(&self.rms_norm(&out, &w.norm), &ctx.silu(&z));
+        let out = ctx.reshape(&out, &[ssm.value_dim(), self.n_tokens]);
+        self.linear(&w.output, &out).named(format!("delta_net_out-{il}"))
+    }
+
+    /// `down(silu(gate(x)) * up(x))`
+    fn swiglu(&self, gate: &Tensor, up: &Tensor, down: &Tensor, x: &Tensor) -> Tensor {
+        let hidden = self.ctx.swiglu(&self.linear(gate, x), &self.linear(up, x));
+        self.linear(down, &hidden)
+    }
+
+    /// The experts that the router picks, weighted, and the shared one: `[n_embd, n]` in and out.
+    fn moe(&self, w: &Moe<Tensor>, x: &Tensor, il: usize) -> Tensor {
+        let ctx = self.ctx;
+        let (n_embd, n) = (x.ne(0), x.ne(1));
+        let (n_expert, n_used) = self.config.moe.map_or((1, 1), |m| (m.n_expert, m.n_expert_used));
+
+        let probs = ctx.soft_max(&self.linear(&w.gate_inp, x)); // [n_expert, n]
+        let chosen = ctx.argsort_top_k(&probs, n_used).named(format!("experts-{il}")); // [n_used, n]
+        let weights = ctx.get_rows(&ctx.reshape(&probs, &[1, n_expert, n]), &chosen);
+        let weights = ctx.reshape(&weights, &[n_used, n]);
+        // The smallest F16 keeps the division finite.
+        let sum = ctx.clamp(&ctx.sum_rows(&weights), 6.103_515_6e-5, f32::INFINITY);
+        let weights = ctx.reshape(&ctx.div(&weights, &sum), &[1, n_used, n]);
+        // Early, so that devices can fuse the choice of experts.
+        ctx.expand(&weights);
+
+        let columns = ctx.reshape(x, &[n_embd, 1, n]);
+        let hidden = match &w.gate_up {
+            GateUp::Separate { gate, up } => ctx.swiglu(
+                &ctx.mul_mat_id(gate, &columns, &chosen),
+                &ctx.mul_mat_id(up, &columns, &chosen),
+            ),
+            GateUp::Fused(gate_up) => {
+                let both = ctx.mul_mat_id(gate_up, &columns, &chosen); // [2 * n_ff, n_used, n]
+                let n_ff = both.ne(0) / 2;
+                let half = |offset: usize| {
+                    ctx.view(&both, &[n_ff, n_used, n], &[both.nb(1), both.nb(2)], offset)
+                };
+                ctx.swiglu(&half(0), &half(n_ff as usize * both.nb(0)))
+            }
+        };
+        let out = ctx.mul_mat_id(&w.down_exps, &hidden, &chosen); // [n_embd, n_used, n]
+        let out = ctx.mul(&out, &weights);
+        let expert = |i: i64| ctx.view(&out, &[n_embd, n], &[out.nb(2)], i as usize * out.nb(1));
+        let routed = match n_used {
+            1 => ctx.cont(&expert(0)),
+            _ => (1..n_used).fold(expert(0), |sum, i| ctx.add(&sum, &expert(i))),
+        };
+
+        let shared = self.swiglu(&w.gate_shexp, &w.up_shexp, &w.down_shexp, x);
+        let share = ctx.sigmoid(&self.linear(&w.gate_inp_shexp, x)); // [1, n]
+        ctx.add(&routed, &ctx.mul(&shared, &share)).named(format!("moe_out-{il}"))
+    }
+
+    /// `eh_proj([enorm(e); hnorm(h)])`: what goes into the draft head's layer.
+    fn head_input(&self, w: &Mtp<Tensor>, embd: &Tensor, hidden: &Tensor) -> Tensor {
+        let e = self.rms_norm(embd, &w.enorm);
+        let h = self.rms_norm(hidden, &w.hnorm);
+        self.linear(&w.eh_proj, &self.ctx.concat(&e, &h, 0)).named("head_in")
+    }
+
+    /// The draft head over embeddings and hidden states `[n_embd, n]`: its normed output `[n_embd, n]`, which
+    /// gives the logits and is the hidden state of the next draft step.
+    fn head(&self, w: &Mtp<Tensor>, state: &HeadState, embd: &Tensor, hidden: &Tensor) -> Tensor {
+        let il = self.config.n_layer();
+        let x = self.head_input(w, embd, hidden);
+        let normed = self.rms_norm(&x, &w.layer.attn_norm);
+        let (Mixer::Attention(attn), Some(config), Some(mask)) =
+            (&w.layer.mixer, &self.config.mtp, &self.inputs.head_mask)
+        else {
+            unreachable!("the draft head is a full-attention layer and its pass has a mask");
+        };
+        let mixed = self.attention(attn, config, &state.kv, mask, &normed, None, il);
+        let x = self.feed_forward(&w.layer, &self.ctx.add(&mixed, &x), il);
+        self.rms_norm(&x, &w.shared_head_norm).named("head_norm")
+    }
+
+    /// The draft head during a trunk pass: the entry of each token is made from its embedding and the hidden
+    /// state of the token before it, which for the first token was kept from the pass before.
+    fn head_alongside(
+        &self,
+        w: &Mtp<Tensor>,
+        state: &HeadState,
+        model: &Model<Tensor>,
+        embd: &Tensor,
+        hidden: &Tensor,
+        what: HeadPass,
+    ) -> Option<Tensor> {
+        let (ctx, n) = (self.ctx, self.n_tokens);
+        let n_embd = self.config.n_embd;
+        let embd = if w.embed_tokens.is_same(&model.token_embd) {
+            embd.clone()
+        } else {
+            ctx.get_rows(&w.embed_tokens, &self.inputs.tokens)
+        };
+        let before = if n == 1 {
+            state.hidden.clone()
+        } else {
+            let earlier = ctx.view(hidden, &[n_embd, n - 1], &[hidden.nb(1)], 0);
+            ctx.concat(&state.hidden, &earlier, 1)
+        };
+        let logits = if what == HeadPass::Logits {
+            let out = self.head(w, state, &embd, &before);
+            let logits = self.linear(&w.head, &out).named("head_logits");
+            ctx.output(&logits); // [n_vocab, n]
+            Some(logits)
+        } else {
+            let x = self.rms_norm(&self.head_input(w, &embd, &before), &w.layer.attn_norm);
+            if let (Mixer::Attention(attn), Some(config)) = (&w.layer.mixer, &self.config.mtp) {
+                let (k, v) = self.keys_and_values(attn, config, &x);
+                self.store(attn, config, &state.kv, &k, &v, self.config.n_layer());
+            }
+            None
+        };
+        let last = ctx.view(hidden, &[n_embd, 1], &[hidden.nb(1)], (n - 1) as usize * hidden.nb(1));
+        ctx.expand(&ctx.cpy(&last, &state.hidden));
+        logits
+    }
+
+    /// As [`Pass::qkv`] without the queries, which a pass that only fills the cache does not need.
+    fn keys_and_values(
+        &self,
+        w: &Attention<Tensor>,
+        config: &LayerConfig,
+        x: &Tensor,
+    ) -> (Tensor, Tensor) {
+        match &w.qkv {
+            Qkv::Separate { k, v, .. } => (self.linear(k, x), self.linear(v, x)),
+            Qkv::Fused(_) => {
+                let (_, k, v) = self.qkv(w, config, x);
+                (k, v)
+            }
+        }
+    }
+}

@@ -1,0 +1,417 @@
+//! One sequence of tokens and everything the model remembers of it.
+//!
+//! A session is driven by [`Session::eval`]; it can be saved, put back and forked at any token. The draft head's
+//! keys and values are kept up in every pass when the session was made with `mtp`; otherwise the head is off for
+//! this session and its state does not exist, so it can never be stale.
+
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
+
+use ggml_metal::{Backend, DType};
+
+use crate::engine::Engine;
+use crate::model::forward::{DraftGraph, HeadPass, TrunkGraph, TrunkShape};
+use crate::state::{KV_PAD, KvTypes, SavedState, State};
+
+/// Graphs kept for reuse: one for decoding, and some widths of prompt chunks.
+const MAX_GRAPHS: usize = 6;
+/// Cells allocated at first; doubled as the context fills.
+const FIRST_CELLS: usize = 1024;
+
+/// How a session runs.
+#[derive(Clone, Copy, Debug, PartialEq)]
+pub struct SessionParams {
+    /// Context limit in tokens; 0 means the model's training length.
+    pub n_ctx: usize,
+    /// Prompt tokens in one pass.
+    pub n_batch: usize,
+    /// Types of keys and values.
+    pub kv: KvTypes,
+    /// Keep the draft head's state up.
+    pub mtp: bool,
+}
+
+impl Default for SessionParams {
+    fn default() -> Self {
+        Self {
+            n_ctx: 0,
+            n_batch: 512,
+            kv: KvTypes {
+                k: DType::F16,
+                v: DType::F16,
+            },
+            mtp: false,
+        }
+    }
+}
+
+/// Set from another thread or a signal to stop a session between chunks and tokens.
+#[derive(Clone, Debug, Default)]
+pub struct CancelToken(Arc<AtomicBool>);
+
+impl CancelToken {
+    /// Asks for a stop.
+    pub fn cancel(&self) {
+        self.0.store(true, Ordering::Relaxed);
+    }
+
+    /// True once a stop was asked for.
+    pub fn is_cancelled(&self) -> bool {
+        self.0.load(Ordering::Relaxed)
+    }
+}
+
+/// Which tokens' logits [`Session::eval`] returns.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Outputs {
+    /// None: only the state is wanted.
+    None,
+    /// The last token's.
+    Last,
+    /// Every token's.
+    All,
+}
+
+/// Why [`Session::eval`] stopped.
+#[derive(Debug, thiserror::Error)]
+pub enum EvalError {
+    /// The token was cancelled; what was processed until then stays in the session.
+    #[error("cancelled")]
+    Cancelled,
+    /// The tokens do not fit. Nothing was processed.
+    #[error("{n_past} + {n_new} tokens do not fit into a context of {n_ctx}; raise it with `-c`")]
+    ContextFull {
+        /// Tokens in the session.
+        n_past: usize,
+        /// Tokens asked for.
+        n_new: usize,
+        /// The limit.
+        n_ctx: usize,
+    },
+    /// The model computed a value that is not a number: the file is damaged, or a kernel failed.
+    #[error("the logits at position {position} are not finite; the model file may be damaged")]
+    NonFinite {
+        /// The position.
+        position: usize,
+    },
+    /// A token that the vocabulary does not have.
+    #[error("token {token} is outside the vocabulary of {n_vocab}")]
+    UnknownToken {
+        /// The token.
+        token: u32,
+        /// Tokens in the vocabulary.
+        n_vocab: i64,
+    },
+    /// The device failed. The session's state is undefined; make a new one.
+    #[error(transparent)]
+    Failed(#[from] anyhow::Error),
+}
+
+/// A saved session: tokens and what they left behind, in host memory.
+#[derive(Clone)]
+pub struct Snapshot {
+    tokens: Vec<u32>,
+    state: SavedState,
+}
+
+impl Snapshot {
+    /// The tokens it covers.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// Bytes that it takes.
+    pub fn bytes(&self) -> usize {
+        self.state.bytes() + self.tokens.len() * size_of::<u32>()
+    }
+}
+
+/// One sequence.
+pub struct Session {
+    engine: Arc<Engine>,
+    params: SessionParams,
+    state: State,
+    tokens: Vec<u32>,
+    /// Most recently used last.
+    graphs: Vec<TrunkGraph>,
+    draft: Option<DraftGraph>,
+    logits: Vec<f32>,
+    head_logits: Vec<f32>,
+}
+
+impl Session {
+    /// An empty session.
+    ///
+    /// # Errors
+    /// When memory runs out, the key and value types do not suit the model or device, or `mtp` is asked of a
+    /// model without a draft head.
+    pub fn new(engine: Arc<Engine>, mut params: SessionParams) -> anyhow::Result<Self> {
+        let config = engine.config();
+        if params.n_ctx == 0 {
+            params.n_ctx = config.n_ctx_train;
+        }
+        params.n_batch = params.n_batch.max(1);
+        anyhow::ensure!(
+            !params.mtp || engine.mtp_status().on,
+            "the draft head cannot be kept up: {}",
+            engine.mtp_status().reason
+        );
+        let backend = &engine.backends()[0];
+        anyhow::ensure!(
+            params.kv.k == params.kv.v || !backend.device().is_metal(),
+            "keys are {} and values {}: Metal's attention wants one type for both; set `-ctk` and `-ctv` alike",
+            params.kv.k,
+            params.kv.v
+        );
+        let n_cells = params.n_ctx.min(FIRST_CELLS);
+        let state = State::new(config, backend, params.kv, n_cells, params.mtp)?;
+        Ok(Self {
+            params,
+            state,
+            tokens: Vec::new(),
+            graphs: Vec::new(),
+            draft: None,
+            logits: Vec::new(),
+            head_logits: Vec::new(),
+            engine,
+        })
+    }
+
+    /// The model.
+    pub fn engine(&self) -> &Arc<Engine> {
+        &self.engine
+    }
+
+    /// How it runs, with the context limit filled in.
+    pub fn params(&self) -> &SessionParams {
+        &self.params
+    }
+
+    /// The tokens so far.
+    pub fn tokens(&self) -> &[u32] {
+        &self.tokens
+    }
+
+    /// How many tokens there are.
+    pub fn n_past(&self) -> usize {
+        self.tokens.len()
+    }
+
+    /// Bytes of keys and values as allocated now, of the recurrent state, and of intermediate results.
+    pub fn bytes(&self) -> (usize, usize, usize) {
+        let (kv, recurrent) = self.state.bytes();
+        let trunk = self.graphs.iter().map(|g| g.graph().compute_bytes());
+        let draft = self.draft.iter().map(|g| g.graph().compute_bytes());
+        (kv, recurrent, trunk.chain(draft).sum())
+    }
+
+    /// Processes `tokens` in chunks and returns the logits asked for, rows of `n_vocab`.
+    ///
+    /// # Errors
+    /// See [`EvalError`].
+    pub fn eval(
+        &mut self,
+        tokens: &[u32],
+        outputs: Outputs,
+        cancel: &CancelToken,
+    ) -> Result<&[f32], EvalError> {
+        let head = if self.params.mtp { HeadPass::Keys } else { HeadPass::Off };
+        self.run(tokens, outputs, head, cancel)?;
+        Ok(&self.logits)
+    }
+
+    /// As [`Session::eval`] for every token, with the draft head's logits too: its row `i` is the guess for the
+    /// token after `tokens[i]`, made from the hidden state before it. Row 0 of an empty session means nothing.
+    ///
+    /// # Errors
+    /// See [`EvalError`]; also when the session does not keep up the draft head.
+    pub fn eval_with_head(
+        &mut self,
+        tokens: &[u32],
+        cancel: &CancelToken,
+    ) -> Result<(&[f32], &[f32]), EvalError> {
+        if !self.params.mtp {
+            return Err(EvalError::Failed(anyhow::anyhow!(
+                "this session does not keep up the draft head"
+            )));
+        }
+        self.run(tokens, Outputs::All, HeadPass::Logits, cancel)?;
+        Ok((&self.logits, &self.head_logits))
+    }
+
+    fn run(
+        &mut self,
+        tokens: &[u32],
+        outputs: Outputs,
+        head: HeadPass,
+        cancel: &CancelToken,
+    ) -> Result<(), EvalError> {
+        self.logits.clear();
+        self.head_logits.clear();
+        let n_vocab = self.engine.config().n_vocab;
+        if let Some(&token) = tokens.iter().find(|&&t| i64::from(t) >= n_vocab) {
+            return Err(EvalError::UnknownToken { token, n_vocab });
+        }
+        self.make_room(tokens.len())?;
+
+        let n_chunks = tokens.len().div_ceil(self.params.n_batch);
+        for (i, chunk) in tokens.chunks(self.params.n_batch).enumerate() {
+            if cancel.is_cancelled() {
+                return Err(EvalError::Cancelled);
+            }
+            let n_outputs = match outputs {
+                Outputs::All => chunk.len(),
+                Outputs::Last if i + 1 == n_chunks => 1,
+                Outputs::Last | Outputs::None => 0,
+            };
+            let n_past = self.n_past();
+            let shape = TrunkShape {
+                n_tokens: chunk.len(),
+                n_kv: (n_past + chunk.len()).next_multiple_of(KV_PAD),
+                n_outputs,
+                head,
+            };
+            let graph = self.graph(shape)?;
+            graph.compute(chunk, n_past, &[chunk.len() as i32 - 1])?;
+            let first = self.logits.len();
+            // The graph just used is the last in the list.
+            if let Some(graph) = self.graphs.last() {
+                graph.read_logits(&mut self.logits)?;
+                graph.read_head_logits(&mut self.head_logits)?;
+            }
+            self.tokens.extend_from_slice(chunk);
+            self.check_finite(first, n_outputs)?;
+        }
+        Ok(())
+    }
+
+    /// Drafts up to `depth` tokens after `token`, which is the next to be processed, with the head alone.
+    /// Returns the tokens and the head's logits, a row a step. The session's tokens stay as they are.
+    ///
+    /// # Errors
+    /// See [`EvalError`]; also when the session does not keep up the draft head.
+    pub fn draft(&mut self, token: u32, depth: usize) -> Result<(Vec<u32>, &[f32]), EvalError> {
+        self.make_room(depth)?;
+        let n_past = self.n_past();
+        let n_kv = (n_past + depth).next_multiple_of(KV_PAD);
+        let fits = |g: &DraftGraph| g.depth() == depth && g.n_kv() == n_kv;
+        if !self.draft.as_ref().is_some_and(fits) {
+            self.draft = DraftGraph::new(
+                self.engine.config(),
+                &self.engine.weights().model,
+                &self.state,
+                self.engine.backends(),
+                depth,
+                n_kv,
+            )?;
+        }
+        let Some(graph) = &mut self.draft else {
+            return Err(EvalError::Failed(anyhow::anyhow!(
+                "this session does not keep up the draft head"
+            )));
+        };
+        let drafted = graph.compute(token, n_past)?;
+        self.head_logits.clear();
+        graph.read_logits(&mut self.head_logits)?;
+        Ok((drafted, &self.head_logits))
+    }
+
+    /// Copies the session's state, to be put back later or into another session of the same shape.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn snapshot(&self) -> anyhow::Result<Snapshot> {
+        Ok(Snapshot {
+            tokens: self.tokens.clone(),
+            state: self.state.save(self.n_past())?,
+        })
+    }
+
+    /// Puts a snapshot back, whatever the session holds now.
+    ///
+    /// # Errors
+    /// When it comes from a session of another shape, or memory runs out.
+    pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), EvalError> {
+        self.tokens.clear();
+        self.make_room(snapshot.tokens.len())?;
+        self.state.load(&snapshot.state)?;
+        self.tokens.clone_from(&snapshot.tokens);
+        Ok(())
+    }
+
+    /// Forgets all tokens.
+    ///
+    /// # Errors
+    /// When the device cannot be written.
+    pub fn clear(&mut self) -> anyhow::Result<()> {
+        self.tokens.clear();
+        self.state.clear()
+    }
+
+    fn backend(&self) -> &Backend {
+        &self.engine.backends()[0]
+    }
+
+    fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {
+        let (n_past, n_ctx) = (self.n_past(), self.params.n_ctx);
+        let needed = n_past + n_new;
+        if needed > n_ctx {
+            return Err(EvalError::ContextFull {
+                n_past,
+                n_new,
+                n_ctx,
+            });
+        }
+        let has = self.state.n_cells();
+        if needed > has {
+            // Graphs hold on to the tensors that they were made over.
+            self.graphs.clear();
+            self.draft = None;
+            let backend = self.backend().clone();
+            let room = needed.max(2 * has).min(n_ctx.next_multiple_of(KV_PAD));
+            self.state.grow(&backend, room, n_past)?;
+        }
+        Ok(())
+    }
+
+    /// The graph of that shape, made if there is none, moved to the end of the list.
+    fn graph(&mut self, shape: TrunkShape) -> anyhow::Result<&mut TrunkGraph> {
+        if let Some(at) = self.graphs.iter().position(|g| g.shape() == shape) {
+            let graph = self.graphs.remove(at);
+            self.graphs.push(graph);
+        } else {
+            // A graph over fewer cells will not be used again until the session is rewound.
+            let stale = |g: &TrunkGraph| g.shape().n_kv != shape.n_kv;
+            if let Some(at) = self.graphs.iter().position(stale) {
+                self.graphs.remove(at);
+            } else if self.graphs.len() >= MAX_GRAPHS {
+                self.graphs.remove(0);
+            }
+            self.graphs.push(TrunkGraph::new(
+                self.engine.config(),
+                &self.engine.weights().model,
+                &self.state,
+                self.engine.backends(),
+                shape,
+            )?);
+        }
+        let last = self.graphs.len() - 1;
+        Ok(&mut self.graphs[last])
+    }
+
+    /// `first` is where the newest rows of logits begin.
+    fn check_finite(&self, first: usize, n_rows: usize) -> Result<(), EvalError> {
+        let n_vocab = self.engine.config().n_vocab as usize;
+        let rows = self.logits[first..].chunks_exact(n_vocab);
+        for (row, logits) in rows.enumerate() {
+            // A sum is not finite as soon as one value is not, and is quicker to check than each value.
+            let sum: f32 = logits.iter().map(|v| v * 0.0).sum();
+            if sum != 0.0 {
+                return Err(EvalError::NonFinite {
+                    position: self.n_past() - n_rows + row,
+                });
+            }
+        }
+        Ok(())
+    }
+}

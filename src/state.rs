@@ -1,0 +1,283 @@
+//! What a sequence leaves behind: keys and values, convolution windows, delta-net states, the draft head's own.
+//!
+//! Tensors carry `n_seqs` (1 now) so that parallel sequences need no new graph. Keys and values grow with the
+//! context, one layer at a time; everything else has a constant size.
+
+use anyhow::{Context as _, Result, ensure};
+use ggml_metal::{Backend, Context, DType, Tensor};
+
+use crate::model::Config;
+
+/// Sequences in one state.
+pub const N_SEQS: i64 = 1;
+/// Attention looks at a multiple of this many cells, so that a graph serves as many tokens.
+pub const KV_PAD: usize = 256;
+
+/// The state of one sequence.
+pub struct State {
+    /// One entry a trunk layer.
+    pub layers: Vec<LayerState>,
+    /// The draft head's, where it is kept up.
+    pub head: Option<HeadState>,
+    n_cells: usize,
+}
+
+/// The state of one layer.
+pub enum LayerState {
+    /// Keys and values of full attention.
+    Attention(KvCache),
+    /// Window and state of the gated delta net.
+    DeltaNet(DeltaNetState),
+}
+
+/// Keys and values of one layer, a row for each cell.
+pub struct KvCache {
+    /// `[head_dim * n_head_kv, n_cells]`
+    pub k: Tensor,
+    /// `[head_dim * n_head_kv, n_cells]`
+    pub v: Tensor,
+}
+
+/// The recurrent state of one layer, in F32.
+pub struct DeltaNetState {
+    /// The last inputs of the convolution, `[conv_kernel - 1, conv_dim, n_seqs]`.
+    pub conv: Tensor,
+    /// `[head_dim, head_dim, n_v_heads, n_seqs]`
+    pub s: Tensor,
+}
+
+/// The draft head's state.
+pub struct HeadState {
+    /// Cell `t` holds the entry made from the token at `t` and the hidden state at `t - 1`; cell 0 is unused.
+    pub kv: KvCache,
+    /// The trunk's normed hidden state at the last token, `[n_embd, n_seqs]`, F32.
+    pub hidden: Tensor,
+}
+
+/// Types of the keys and values.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct KvTypes {
+    /// Type of the keys.
+    pub k: DType,
+    /// Type of the values.
+    pub v: DType,
+}
+
+impl State {
+    /// A zeroed state with room for `n_cells` tokens.
+    ///
+    /// # Errors
+    /// When memory runs out, or a head does not fill whole blocks of the key or value type.
+    pub fn new(
+        config: &Config,
+        backend: &Backend,
+        types: KvTypes,
+        n_cells: usize,
+        head: bool,
+    ) -> Result<Self> {
+        for dtype in [types.k, types.v] {
+            ensure!(
+                config.head_dim % dtype.block_size() as i64 == 0,
+                "heads of {} values do not fill whole blocks of {dtype} ({}); choose another key and value type",
+                config.head_dim,
+                dtype.block_size()
+            );
+        }
+        let n_cells = n_cells.next_multiple_of(KV_PAD);
+        let mut layers = Vec::with_capacity(config.n_layer());
+        for (il, layer) in config.layers.iter().enumerate() {
+            layers.push(if layer.recurrent {
+                LayerState::DeltaNet(DeltaNetState::new(config, backend, il)?)
+            } else {
+                let width = config.head_dim * layer.n_head_kv;
+                LayerState::Attention(KvCache::new(backend, types, width, n_cells, il)?)
+            });
+        }
+        let head = match &config.mtp {
+            Some(layer) if head => {
+                let context = Context::new(1)?;
+                let hidden = context.new_tensor("head_hidden", DType::F32, &[config.n_embd, N_SEQS]);
+                context.allocate(backend, "the draft head's hidden state")?;
+                let width = config.head_dim * layer.n_head_kv;
+                Some(HeadState {
+                    kv: KvCache::new(backend, types, width, n_cells, config.n_layer())?,
+                    hidden,
+                })
+            }
+            _ => None,
+        };
+        Ok(Self {
+            layers,
+            head,
+            n_cells,
+        })
+    }
+
+    /// Tokens that there is room for.
+    pub fn n_cells(&self) -> usize {
+        self.n_cells
+    }
+
+    /// Makes room for `n_cells` tokens, keeping the first `n_past`. One layer at a time is copied, so that at
+    /// most one layer's keys and values exist twice.
+    ///
+    /// # Errors
+    /// When memory runs out; the state is then still whole, with the room that it had.
+    pub fn grow(&mut self, backend: &Backend, n_cells: usize, n_past: usize) -> Result<()> {
+        let n_cells = n_cells.next_multiple_of(KV_PAD);
+        for cache in self.caches_mut() {
+            cache.grow(backend, n_cells, n_past)?;
+        }
+        self.n_cells = n_cells;
+        Ok(())
+    }
+
+    fn caches_mut(&mut self) -> impl Iterator<Item = &mut KvCache> {
+        let layers = self.layers.iter_mut().filter_map(|layer| match layer {
+            LayerState::Attention(kv) => Some(kv),
+            LayerState::DeltaNet(_) => None,
+        });
+        layers.chain(self.head.iter_mut().map(|head| &mut head.kv))
+    }
+
+    /// Tensors whose whole content is state, and tensors of which the first `n_past` rows are.
+    fn tensors(&self) -> (Vec<&Tensor>, Vec<&Tensor>) {
+        let (mut whole, mut rows) = (Vec::new(), Vec::new());
+        for layer in &self.layers {
+            match layer {
+                LayerState::Attention(kv) => rows.extend([&kv.k, &kv.v]),
+                LayerState::DeltaNet(net) => whole.extend([&net.conv, &net.s]),
+            }
+        }
+        if let Some(head) = &self.head {
+            whole.push(&head.hidden);
+            rows.extend([&head.kv.k, &head.kv.v]);
+        }
+        (whole, rows)
+    }
+
+    /// Bytes of keys and values, and of the rest.
+    pub fn bytes(&self) -> (usize, usize) {
+        let (whole, rows) = self.tensors();
+        let sum = |tensors: Vec<&Tensor>| tensors.iter().map(|t| t.bytes()).sum();
+        (sum(rows), sum(whole))
+    }
+
+    /// Copies what the first `n_past` tokens left behind.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn save(&self, n_past: usize) -> Result<SavedState> {
+        let (whole, rows) = self.tensors();
+        let mut parts = Vec::with_capacity(whole.len() + rows.len());
+        for tensor in whole {
+            parts.push(read(tensor, tensor.bytes())?);
+        }
+        for tensor in rows {
+            parts.push(read(tensor, n_past * tensor.nb(1))?);
+        }
+        Ok(SavedState { n_past, parts })
+    }
+
+    /// Puts a saved state back; there must be room for its tokens.
+    ///
+    /// # Errors
+    /// When it was saved from a state of another shape, or the device cannot be written.
+    pub fn load(&mut self, saved: &SavedState) -> Result<()> {
+        let (whole, rows) = self.tensors();
+        ensure!(
+            saved.parts.len() == whole.len() + rows.len() && saved.n_past <= self.n_cells,
+            "the saved state has another shape than this session's"
+        );
+        for (tensor, part) in whole.into_iter().chain(rows).zip(&saved.parts) {
+            tensor.write_bytes(0, part)?;
+        }
+        Ok(())
+    }
+
+    /// Forgets everything.
+    ///
+    /// # Errors
+    /// When the device cannot be written.
+    pub fn clear(&mut self) -> Result<()> {
+        // Keys and values beyond `n_past` are never looked at, so only the rest needs zeros.
+        for tensor in self.tensors().0 {
+            tensor.write_bytes(0, &vec![0; tensor.bytes()])?;
+        }
+        Ok(())
+    }
+}
+
+fn read(tensor: &Tensor, bytes: usize) -> Result<Vec<u8>> {
+    let mut data = vec![0; bytes];
+    tensor.read_bytes(0, &mut data).context("reading the state")?;
+    Ok(data)
+}
+
+/// A copy of a state in host memory.
+#[derive(Clone)]
+pub struct SavedState {
+    n_past: usize,
+    parts: Vec<Vec<u8>>,
+}
+
+impl SavedState {
+    /// Tokens that it covers.
+    pub fn n_past(&self) -> usize {
+        self.n_past
+    }
+
+    /// Bytes that it takes.
+    pub fn bytes(&self) -> usize {
+        self.parts.iter().map(Vec::len).sum()
+    }
+}
+
+impl KvCache {
+    fn new(backend: &Backend, types: KvTypes, width: i64, n_cells: usize, il: usize) -> Result<Self> {
+        let shape = [width, n_cells as i64 * N_SEQS];
+        Ok(Self {
+            k: allocate(backend, &format!("cache_k-{il}"), types.k, &shape)?,
+            v: allocate(backend, &format!("cache_v-{il}"), types.v, &shape)?,
+        })
+    }
+
+    fn grow(&mut self, backend: &Backend, n_cells: usize, n_past: usize) -> Result<()> {
+        for tensor in [&mut self.k, &mut self.v] {
+            if tensor.ne(1) as usize >= n_cells {
+                continue;
+            }
+            let shape = [tensor.ne(0), n_cells as i64 * N_SEQS];
+            let larger = allocate(backend, &tensor.name(), tensor.dtype(), &shape)?;
+            larger.write_bytes(0, &read(tensor, n_past * tensor.nb(1))?)?;
+            *tensor = larger;
+        }
+        Ok(())
+    }
+}
+
+impl DeltaNetState {
+    fn new(config: &Config, backend: &Backend, il: usize) -> Result<Self> {
+        let ssm = &config.ssm;
+        let context = Context::new(2)?;
+        let conv = context.new_tensor(
+            &format!("cache_conv-{il}"),
+            DType::F32,
+            &[ssm.conv_kernel - 1, ssm.conv_dim(), N_SEQS],
+        );
+        let s = context.new_tensor(
+            &format!("cache_s-{il}"),
+            DType::F32,
+            &[ssm.head_dim, ssm.head_dim, ssm.n_v_heads, N_SEQS],
+        );
+        context.allocate(backend, "recurrent state")?;
+        Ok(Self { conv, s })
+    }
+}
+
+fn allocate(backend: &Backend, name: &str, dtype: DType, shape: &[i64]) -> Result<Tensor> {
+    let context = Context::new(1)?;
+    let tensor = context.new_tensor(name, dtype, shape);
+    context.allocate(backend, "keys and values")?;
+    Ok(tensor)
+}
