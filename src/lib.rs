@@ -22,5 +22,8 @@
 
 pub mod engine;
 pub mod model;
+pub mod sampler;
 pub mod session;
 pub mod state;
+pub mod template;
+pub mod tokenizer;

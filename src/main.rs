@@ -1,1 +1,2 @@
-fn main(){}
+//! The command line.
+fn main() {}
