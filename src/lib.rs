@@ -20,10 +20,26 @@
 
 #![forbid(unsafe_code)]
 
+pub mod chat;
 pub mod engine;
+pub mod generate;
+pub mod grammar;
 pub mod model;
 pub mod sampler;
 pub mod session;
 pub mod state;
 pub mod template;
 pub mod tokenizer;
+pub mod vocab;
+
+/// Version of qrun, and of the ggml that it was built with.
+pub static VERSION: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
+    let build = if cfg!(feature = "dynamic-backends") {
+        "backends loaded at run time"
+    } else if ggml_metal::BUILT_NATIVE {
+        "built for this CPU"
+    } else {
+        "built for a baseline CPU: slow, build from the repository instead"
+    };
+    format!("{} (ggml {}; {build})", env!("CARGO_PKG_VERSION"), ggml_metal::ggml_version())
+});

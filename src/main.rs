@@ -1,2 +1,72 @@
-//! The command line.
-fn main() {}
+//! The command line: parses, dispatches, reports the error, and ends with a code that means something.
+
+#![forbid(unsafe_code)]
+
+mod cli;
+mod cmd;
+mod report;
+
+use std::process::ExitCode;
+
+use clap::Parser as _;
+
+use cli::{Cli, Command};
+use cmd::{Outcome, UsageError};
+
+fn main() -> ExitCode {
+    let cli = match parse() {
+        Ok(cli) => cli,
+        Err(error) => {
+            report::note(&format!("error: {}", report::error_line(&error)));
+            return ExitCode::from(1);
+        }
+    };
+    let verbose = match &cli.command {
+        Some(Command::Perplexity(args)) => args.model.verbose,
+        Some(_) => false,
+        None => cli.run.model.verbose,
+    };
+    if verbose {
+        ggml_metal::set_log_sink(|_, line| report::note(line));
+    }
+    let result = match &cli.command {
+        None => cmd::run::run(&cli.run),
+        Some(Command::Inspect(args)) => cmd::inspect::run(args),
+        Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),
+        Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),
+        Some(Command::Perplexity(args)) => cmd::perplexity::run(args),
+        Some(Command::Completions { shell }) => cmd::completions(*shell),
+        Some(Command::Man) => cmd::man(),
+    };
+    match result {
+        Ok(Outcome::Done) => ExitCode::SUCCESS,
+        Ok(Outcome::Interrupted) => ExitCode::from(130),
+        Err(error) if report::is_closed_pipe(&error) => ExitCode::SUCCESS,
+        Err(error) => {
+            report::note(&format!("error: {}", report::error_line(&error)));
+            if verbose {
+                for cause in error.chain().skip(1) {
+                    report::note(&format!("  caused by: {cause}"));
+                }
+            }
+            let usage = error.downcast_ref::<UsageError>().is_some();
+            ExitCode::from(if usage { 2 } else { 1 })
+        }
+    }
+}
+
+/// Arguments; for the plain command over the defaults of the configuration file.
+fn parse() -> anyhow::Result<Cli> {
+    let given = cli::expand(std::env::args_os());
+    let cli = Cli::parse_from(&given);
+    if cli.command.is_some() {
+        return Ok(cli);
+    }
+    let mut args = cli::config_args()?;
+    if args.is_empty() {
+        return Ok(cli);
+    }
+    args.splice(0..0, given.first().cloned());
+    args.extend(given.into_iter().skip(1));
+    Ok(Cli::parse_from(args))
+}

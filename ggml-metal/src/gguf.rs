@@ -129,7 +129,7 @@ impl Gguf {
         }
         let context = GgufContext(raw);
 
-        // SAFETY (all getters below): the context is alive, and indices run below the counts it reports.
+        // SAFETY: the context is alive.
         let (n_tensors, data_offset) = unsafe {
             (
                 ggml::gguf_get_n_tensors(raw),

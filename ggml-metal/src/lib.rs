@@ -41,10 +41,17 @@ pub use error::Error;
 pub use gguf::{Gguf, GgufWriter, TensorInfo, Value};
 pub use graph::{Context, Graph, Rope};
 pub use log::{Level, set_log_sink};
-pub use machine::performance_cores;
+pub use machine::{peak_memory, performance_cores};
 pub use mapped::FileMap;
 pub use tensor::{Element, Tensor};
 pub use weights::{Role, Wanted, WeightBytes, Weights};
+
+/// True where the compiler was told to use all of this CPU, and so ggml's build was too. Without it ggml is built
+/// for a baseline CPU and is several times slower.
+pub const BUILT_NATIVE: bool = cfg!(any(
+    not(target_arch = "x86_64"),
+    target_feature = "avx2"
+));
 
 /// ggml's version and commit, as built.
 pub fn ggml_version() -> String {

@@ -9,6 +9,23 @@ pub fn performance_cores() -> usize {
     platform_cores().unwrap_or(allowed).clamp(1, allowed)
 }
 
+/// The most memory that this process had resident so far, in bytes, mapped files included.
+pub fn peak_memory() -> Option<usize> {
+    #[cfg(unix)]
+    {
+        // SAFETY: an all-zero rusage is a valid value, and the pointer is to it.
+        let (status, usage) = unsafe {
+            let mut usage: libc::rusage = std::mem::zeroed();
+            (libc::getrusage(libc::RUSAGE_SELF, &mut usage), usage)
+        };
+        // macOS counts in bytes, Linux in KiB.
+        let unit = if cfg!(target_os = "macos") { 1 } else { 1024 };
+        (status == 0).then(|| usage.ru_maxrss as usize * unit)
+    }
+    #[cfg(not(unix))]
+    None
+}
+
 #[cfg(target_os = "macos")]
 fn platform_cores() -> Option<usize> {
     // Apple silicon numbers its performance levels from the fastest; Intel Macs have none.

@@ -371,12 +371,10 @@ impl Tensor {
     /// When type or range do not fit.
     pub fn read<T: Element>(&self, first: usize, out: &mut [T]) -> Result<(), Error> {
         self.check_type::<T>()?;
-        let size = size_of::<T>();
+        let n = size_of_val(out);
         // SAFETY: any bytes make a valid number of these types; the length is exact.
-        let bytes = unsafe {
-            std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u8>(), out.len() * size)
-        };
-        self.read_bytes(first * size, bytes)
+        let bytes = unsafe { std::slice::from_raw_parts_mut(out.as_mut_ptr().cast::<u8>(), n) };
+        self.read_bytes(first * size_of::<T>(), bytes)
     }
 
     /// Copies elements in, starting at the first; the tensor must be contiguous and of that type.

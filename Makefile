@@ -1,0 +1,15 @@
+# Two commands for people: `make demo` and `make test`. Both install what the build needs and is missing.
+CARGO_ENV = if [ -f "$${CARGO_HOME:-$$HOME/.cargo}/env" ]; then . "$${CARGO_HOME:-$$HOME/.cargo}/env"; fi
+
+.PHONY: demo test setup
+
+demo: setup
+	@$(CARGO_ENV); cargo build --release --locked
+	@echo '$$ qrun -p "Tell me a story about a fox named Pip."' >&2
+	@./target/release/qrun -p "Tell me a story about a fox named Pip." --seed 1 --stats </dev/null
+
+test: setup
+	@$(CARGO_ENV); cargo test --workspace --locked
+
+setup:
+	@sh .ci/setup

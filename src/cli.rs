@@ -1,0 +1,409 @@
+//! The command line: every flag and help sentence, and nothing else.
+
+use std::path::PathBuf;
+
+use clap::{Args, Parser, Subcommand};
+
+const LONG_HELP: &str = "\
+Examples:
+  qrun -p 'What is the capital of France?'
+  git diff | qrun -m qwen3.5-4b-q4_k_m.gguf -p 'Review this:'
+  qrun -p 'List three animals.' --json-schema '{\"type\":\"array\",\"items\":{\"type\":\"string\"}}'
+  qrun --prompts questions.txt -o answers.jsonl --resume
+
+Output: the answer goes to stdout and nothing else does; notices, thinking, statistics and errors go to stderr.
+
+Exit codes: 0 done; 1 failed; 2 wrong usage; 130 interrupted (what there was is on stdout). A closed pipe is no error.
+
+Files: defaults for the flags above come from config.toml in $XDG_CONFIG_HOME/qrun (~/.config/qrun), a key for each \
+long flag, such as `temp = 0.6` or `no-think = true`. QRUN_CONFIG names another file; empty means none. Flags on the \
+command line win, then QRUN_MODEL, QRUN_DEVICE, QRUN_THREADS and QRUN_CTX_SIZE, then the file.";
+
+/// Runs Qwen 3.5 models (and 3.6, 3.8) from GGUF files: exact, fast, and honest about memory.
+#[derive(Parser, Debug)]
+#[command(
+    name = "qrun",
+    version = qrun::VERSION.as_str(),
+    args_conflicts_with_subcommands = true,
+    args_override_self = true,
+    max_term_width = 100,
+    after_help = "Text goes to stdout, everything else to stderr. See --help for examples and files.",
+    after_long_help = LONG_HELP
+)]
+pub struct Cli {
+    /// What to do instead of answering a prompt.
+    #[command(subcommand)]
+    pub command: Option<Command>,
+
+    /// Flags of the plain command.
+    #[command(flatten)]
+    pub run: RunArgs,
+}
+
+/// Everything besides answering a prompt.
+#[derive(Subcommand, Debug)]
+pub enum Command {
+    /// Shows what is in a GGUF file: metadata, tensors, draft head, memory.
+    Inspect(InspectArgs),
+    /// Turns text into token ids.
+    Tokenize(TokenizeArgs),
+    /// Turns token ids into text.
+    Detokenize(DetokenizeArgs),
+    /// Measures how well a model predicts a text.
+    Perplexity(PerplexityArgs),
+    /// Prints a completion script for a shell.
+    Completions {
+        /// The shell.
+        shell: clap_complete::Shell,
+    },
+    /// Prints the manual page.
+    Man,
+}
+
+/// Which model, where, how.
+#[derive(Args, Debug, Clone)]
+pub struct ModelArgs {
+    /// GGUF file, any part of a split one; without it the demo model
+    #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
+    pub model: Option<PathBuf>,
+
+    /// GGUF file that holds the MTP block, if the model's own does not
+    #[arg(long, value_name = "FILE")]
+    pub mtp: Option<PathBuf>,
+
+    /// Device to compute on (see --list-devices) [default: Metal, else another GPU, else CPU]
+    #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
+    pub device: Option<String>,
+
+    /// CPU threads [default: performance cores]
+    #[arg(short, long, value_name = "N", env = "QRUN_THREADS", value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub threads: Option<u16>,
+
+    /// Copy weights to a layout made for this CPU: decodes faster, reads prompts slower, needs memory
+    #[arg(long)]
+    pub repack: bool,
+
+    /// Context limit in tokens; 0 is the model's own; memory grows as the context fills
+    #[arg(short, long, value_name = "N", env = "QRUN_CTX_SIZE", default_value_t = 0)]
+    pub ctx_size: usize,
+
+    /// Prompt tokens in one pass
+    #[arg(short, long, value_name = "N", default_value_t = 512, value_parser = parse_batch)]
+    pub batch_size: usize,
+
+    /// Type of the K cache (-ctk): f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub cache_type_k: String,
+
+    /// Type of the V cache (-ctv)
+    #[arg(long, value_name = "TYPE", default_value = "f16")]
+    pub cache_type_v: String,
+
+    /// Show what ggml logs, and the whole chain of causes of an error
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+fn parse_batch(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=4096) => Ok(n),
+        _ => Err("expected a number from 1 to 4096".to_owned()),
+    }
+}
+
+/// Answering prompts.
+#[derive(Args, Debug)]
+pub struct RunArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// List the devices and leave
+    #[arg(long)]
+    pub list_devices: bool,
+
+    /// The prompt: a user's message, or with --raw the text to go on from; stdin follows it
+    #[arg(short, long, value_name = "TEXT", help_heading = "Prompt")]
+    pub prompt: Option<String>,
+
+    /// Read the prompt from a file
+    #[arg(short, long, value_name = "FILE", help_heading = "Prompt", conflicts_with = "prompt")]
+    pub file: Option<PathBuf>,
+
+    /// System message (-sys)
+    #[arg(long, value_name = "TEXT", help_heading = "Prompt", conflicts_with = "raw")]
+    pub system_prompt: Option<String>,
+
+    /// Go on from the text as it is, without the chat template
+    #[arg(long, help_heading = "Prompt")]
+    pub raw: bool,
+
+    /// Take <|im_start|> and the like in the text literally
+    #[arg(long, help_heading = "Prompt")]
+    pub no_parse_special: bool,
+
+    /// Chat template in Jinja, in place of the model's own
+    #[arg(long, value_name = "FILE", help_heading = "Prompt")]
+    pub chat_template_file: Option<PathBuf>,
+
+    /// Tools that the model may call: a JSON array in OpenAI's form, or a file that holds it
+    #[arg(long, value_name = "JSON|FILE", help_heading = "Prompt")]
+    pub tools: Option<String>,
+
+    /// Think before answering
+    #[arg(long, help_heading = "Prompt", conflicts_with = "no_think")]
+    pub think: bool,
+
+    /// Answer without thinking
+    #[arg(long, help_heading = "Prompt")]
+    pub no_think: bool,
+
+    /// End the thinking after N tokens
+    #[arg(long, value_name = "N", help_heading = "Prompt")]
+    pub reasoning_budget: Option<usize>,
+
+    /// Answer many prompts: one a line, or JSONL with `prompt`, `system` or `messages`; answers are JSONL in order
+    #[arg(long, value_name = "FILE", help_heading = "Prompt", conflicts_with_all = ["prompt", "file"])]
+    pub prompts: Option<PathBuf>,
+
+    /// At most N tokens, thinking included [default: to the end of the context]
+    #[arg(short = 'n', long, value_name = "N", help_heading = "Output")]
+    pub n_predict: Option<usize>,
+
+    /// End the answer before this text (may be given several times)
+    #[arg(long, value_name = "TEXT", help_heading = "Output")]
+    pub stop: Vec<String>,
+
+    /// Go on past the end of the answer
+    #[arg(long, help_heading = "Output")]
+    pub ignore_eos: bool,
+
+    /// Keep the answer to a JSON schema, given as text or as a file
+    #[arg(long, value_name = "JSON|FILE", help_heading = "Output", conflicts_with = "grammar")]
+    pub json_schema: Option<String>,
+
+    /// Keep the answer to a grammar in Lark form, given as text or as a file
+    #[arg(long, value_name = "LARK|FILE", help_heading = "Output")]
+    pub grammar: Option<String>,
+
+    /// Print one JSON object with text, ids, counts and timings
+    #[arg(long, help_heading = "Output", conflicts_with = "jsonl")]
+    pub json: bool,
+
+    /// Print events as JSON, one a line, as they come
+    #[arg(long, help_heading = "Output")]
+    pub jsonl: bool,
+
+    /// Write the answers of --prompts to a file
+    #[arg(short, long, value_name = "FILE", help_heading = "Output", requires = "prompts")]
+    pub output: Option<PathBuf>,
+
+    /// Go on after the answers that --output already holds
+    #[arg(long, help_heading = "Output", requires = "output")]
+    pub resume: bool,
+
+    /// Show the thinking on stderr
+    #[arg(long, help_heading = "Output")]
+    pub show_thinking: bool,
+
+    /// Print speed and memory to stderr at the end
+    #[arg(long, help_heading = "Output")]
+    pub stats: bool,
+
+    /// How to choose tokens.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+}
+
+/// How to choose tokens. What is not given comes from the model file, else from Qwen's recommendation.
+#[derive(Args, Debug, Default)]
+#[command(next_help_heading = "Sampling")]
+pub struct SamplingArgs {
+    /// Always the most probable token
+    #[arg(long, conflicts_with = "temp")]
+    pub greedy: bool,
+
+    /// Temperature; 0 is --greedy
+    #[arg(long, value_name = "T", allow_negative_numbers = true)]
+    pub temp: Option<f32>,
+
+    /// Choose among the K best; 0 is off
+    #[arg(long, value_name = "K", allow_negative_numbers = true)]
+    pub top_k: Option<i32>,
+
+    /// Choose among the best that make up this probability; 1 is off
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub top_p: Option<f32>,
+
+    /// Choose among those at least this fraction as probable as the best; 0 is off
+    #[arg(long, value_name = "P", allow_negative_numbers = true)]
+    pub min_p: Option<f32>,
+
+    /// Locally typical sampling; 1 is off
+    #[arg(long, value_name = "P", visible_alias = "typical", allow_negative_numbers = true)]
+    pub typical_p: Option<f32>,
+
+    /// Tokens that the penalties look back on
+    #[arg(long, value_name = "N", allow_negative_numbers = true)]
+    pub repeat_last_n: Option<i32>,
+
+    /// Divide the logits of recent tokens; 1 is off
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub repeat_penalty: Option<f32>,
+
+    /// Lower the logits of recent tokens once; 0 is off
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub presence_penalty: Option<f32>,
+
+    /// Lower the logits of recent tokens for each time they came; 0 is off
+    #[arg(long, value_name = "X", allow_negative_numbers = true)]
+    pub frequency_penalty: Option<f32>,
+
+    /// Add to a token's logit: ID+AMOUNT or ID-AMOUNT; `ID-inf` forbids it
+    #[arg(long, value_name = "ID±X", value_parser = parse_bias)]
+    pub logit_bias: Vec<(u32, f32)>,
+
+    /// Same seed, same text [default: random, shown by --stats and --json]
+    #[arg(short, long, value_name = "N")]
+    pub seed: Option<u64>,
+
+    /// The stages in order, separated by `;` [default: penalties;top_k;typ_p;top_p;min_p;temperature]
+    #[arg(long, value_name = "LIST")]
+    pub samplers: Option<String>,
+}
+
+fn parse_bias(text: &str) -> Result<(u32, f32), String> {
+    let wrong = || "expected ID+AMOUNT or ID-AMOUNT, such as 198-1.5 or 198-inf".to_owned();
+    let at = text.find(['+', '-']).ok_or_else(wrong)?;
+    let id = text[..at].parse().map_err(|_| wrong())?;
+    let amount: f32 = text[at..].parse().map_err(|_| wrong())?;
+    Ok((id, amount))
+}
+
+/// Arguments of `inspect`.
+#[derive(Args, Debug)]
+pub struct InspectArgs {
+    /// GGUF file, any part of a split one
+    pub file: PathBuf,
+
+    /// GGUF file that holds the MTP block
+    #[arg(long, value_name = "FILE")]
+    pub mtp: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `tokenize`.
+#[derive(Args, Debug)]
+pub struct TokenizeArgs {
+    /// GGUF file; without it the demo model
+    #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
+    pub model: Option<PathBuf>,
+
+    /// The text; `-` or nothing reads stdin
+    pub text: Option<String>,
+
+    /// Print a plain array of ids
+    #[arg(long)]
+    pub json: bool,
+
+    /// Take <|im_start|> and the like literally
+    #[arg(long)]
+    pub no_parse_special: bool,
+}
+
+/// Arguments of `detokenize`.
+#[derive(Args, Debug)]
+pub struct DetokenizeArgs {
+    /// GGUF file; without it the demo model
+    #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
+    pub model: Option<PathBuf>,
+
+    /// Token ids, separated by spaces, commas or as a JSON array; nothing reads stdin
+    pub ids: Vec<String>,
+}
+
+/// Arguments of `perplexity`.
+#[derive(Args, Debug)]
+pub struct PerplexityArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// The text
+    #[arg(short, long, value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// Print each token's log-probability too
+    #[arg(long, requires = "json")]
+    pub token_logprobs: bool,
+}
+
+/// llama.cpp's flags of several letters after one dash, and what they are called here.
+const SHORT_WORDS: [(&str, &str); 3] = [
+    ("-ctk", "--cache-type-k"),
+    ("-ctv", "--cache-type-v"),
+    ("-sys", "--system-prompt"),
+];
+
+/// The arguments that the configuration file stands for, in its order; none where there is no file.
+///
+/// # Errors
+/// When it is not TOML, or a value is neither text, number, flag nor a list of them.
+pub fn config_args() -> anyhow::Result<Vec<std::ffi::OsString>> {
+    use anyhow::Context as _;
+    use etcetera::BaseStrategy as _;
+    let path = match std::env::var_os("QRUN_CONFIG") {
+        Some(path) if path.is_empty() => return Ok(Vec::new()),
+        Some(path) => PathBuf::from(path),
+        None => match etcetera::choose_base_strategy() {
+            Ok(base) => base.config_dir().join("qrun/config.toml"),
+            Err(_) => return Ok(Vec::new()),
+        },
+    };
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(Vec::new()),
+        Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
+    };
+    let table: toml::Table = text
+        .parse()
+        .with_context(|| format!("{}: not valid TOML", path.display()))?;
+    let mut args = Vec::new();
+    for (key, value) in &table {
+        let values = match value {
+            toml::Value::Array(list) => list.as_slice(),
+            one => std::slice::from_ref(one),
+        };
+        for value in values {
+            match value {
+                toml::Value::Boolean(true) => args.push(format!("--{key}").into()),
+                toml::Value::Boolean(false) => {}
+                toml::Value::String(text) => args.push(format!("--{key}={text}").into()),
+                toml::Value::Integer(_) | toml::Value::Float(_) => {
+                    args.push(format!("--{key}={value}").into());
+                }
+                _ => anyhow::bail!(
+                    "{}: key `{key}` is neither text, number, true or false, nor a list of them",
+                    path.display()
+                ),
+            }
+        }
+    }
+    Ok(args)
+}
+
+/// Gives llama.cpp's short words their long names, which clap understands.
+pub fn expand(args: impl Iterator<Item = std::ffi::OsString>) -> Vec<std::ffi::OsString> {
+    let long = |arg: std::ffi::OsString| {
+        let word = SHORT_WORDS.iter().find(|(short, _)| arg == *short);
+        word.map_or(arg, |(_, long)| long.into())
+    };
+    args.map(long).collect()
+}

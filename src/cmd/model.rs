@@ -1,0 +1,156 @@
+//! Finding and loading the model that the arguments name.
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+use std::thread;
+
+use anyhow::{Context as _, Result};
+use ggml_metal::{DType, DeviceKind, Gguf, devices};
+use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
+use qrun::engine::{Engine, EngineParams};
+use qrun::session::SessionParams;
+use qrun::state::KvTypes;
+use qrun::tokenizer::Tokenizer;
+use qrun::vocab;
+
+use super::UsageError;
+use crate::cli::ModelArgs;
+use crate::report;
+
+const DEMO: &str = "models/demo-Q4_K_M.gguf";
+
+/// The file that is meant: the one given (by flag or `QRUN_MODEL`), else the demo model beside the program or in
+/// the repository that it was built in.
+///
+/// # Errors
+/// When there is neither.
+pub fn path(given: Option<&Path>) -> Result<PathBuf> {
+    if let Some(path) = given {
+        return Ok(path.to_owned());
+    }
+    let exe = std::env::current_exe().context("finding the program's own folder")?;
+    let exe = exe.canonicalize().unwrap_or(exe);
+    let found = exe.ancestors().skip(1).take(4).map(|dir| dir.join(DEMO)).find(|p| p.is_file());
+    let Some(path) = found else {
+        return Err(UsageError(
+            "no model: name a GGUF file with `-m FILE` or in QRUN_MODEL (the demo model comes with the \
+             repository, not with an installed program)"
+                .to_owned(),
+        )
+        .into());
+    };
+    report::note(&format!("using the demo model {} (choose another with -m)", path.display()));
+    Ok(path)
+}
+
+/// Loads the model, and builds its tokenizer meanwhile.
+///
+/// # Errors
+/// When either fails.
+pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
+    let path = path(args.model.as_deref())?;
+    let params = EngineParams {
+        device: args.device.clone(),
+        n_threads: args.threads.map(usize::from),
+        repack: args.repack,
+        mtp: args.mtp.clone(),
+    };
+    thread::scope(|scope| {
+        let tokenizer = scope.spawn(|| tokenizer(&path));
+        let bar = progress_bar("loading");
+        let engine = Engine::load(&path, &params, &mut |done, total| {
+            bar.set_length(total as u64);
+            bar.set_position(done as u64);
+        });
+        bar.finish_and_clear();
+        // An engine that cannot be loaded is the better message: the tokenizer reads the same file.
+        let engine = engine?;
+        match tokenizer.join() {
+            Ok(tokenizer) => Ok((engine, tokenizer?)),
+            Err(_) => anyhow::bail!("{}: building the tokenizer failed", path.display()),
+        }
+    })
+}
+
+/// The tokenizer of a GGUF file.
+///
+/// # Errors
+/// When the file or its tokenizer is unusable.
+pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
+    let file = Gguf::open(path)?;
+    // Of a split model only the first part has the vocabulary.
+    let files;
+    let file = if file.value("tokenizer.ggml.model").is_none() && file.value("split.count").is_some() {
+        files = qrun::model::ModelFiles::open(path, None)?;
+        files.main()
+    } else {
+        &file
+    };
+    vocab::tokenizer(file)
+}
+
+/// How sessions run under these arguments.
+///
+/// # Errors
+/// When a cache type is unknown.
+pub fn session_params(args: &ModelArgs) -> Result<SessionParams> {
+    Ok(SessionParams {
+        n_ctx: args.ctx_size,
+        n_batch: args.batch_size,
+        kv: KvTypes {
+            k: cache_type("--cache-type-k", &args.cache_type_k)?,
+            v: cache_type("--cache-type-v", &args.cache_type_v)?,
+        },
+        mtp: false,
+    })
+}
+
+fn cache_type(flag: &str, name: &str) -> Result<DType> {
+    const TYPES: [DType; 8] = [
+        DType::F32,
+        DType::F16,
+        DType::BF16,
+        DType::Q8_0,
+        DType::Q5_1,
+        DType::Q5_0,
+        DType::Q4_1,
+        DType::Q4_0,
+    ];
+    TYPES.into_iter().find(|t| t.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
+        let names: Vec<_> = TYPES.iter().map(|t| t.name()).collect();
+        UsageError(format!("`{flag} {name}`: expected one of {}", names.join(", "))).into()
+    })
+}
+
+/// Prints the devices, the preferred one first.
+///
+/// # Errors
+/// When stdout cannot be written.
+pub fn list_devices() -> Result<()> {
+    for device in devices() {
+        let (free, total) = device.memory();
+        let kind = match device.kind() {
+            DeviceKind::Gpu => "GPU",
+            DeviceKind::Accelerator => "accelerator",
+            DeviceKind::Cpu => "CPU",
+        };
+        // ggml's CPU device does not know what is free.
+        let memory = match device.kind() {
+            DeviceKind::Gpu => format!("{} of {} free", report::bytes(free), report::bytes(total)),
+            _ => report::bytes(total),
+        };
+        report::out(&format!("{}\t{kind}\t{memory}\t{}\n", device.name(), device.description()))?;
+    }
+    Ok(())
+}
+
+/// A bar on stderr that shows bytes, their rate and the time left; hidden when stderr is not a terminal.
+pub fn progress_bar(what: &'static str) -> ProgressBar {
+    let bar = ProgressBar::with_draw_target(None, ProgressDrawTarget::stderr());
+    let style = "{msg} {wide_bar} {bytes}/{total_bytes} {bytes_per_sec} {eta}";
+    if let Ok(style) = ProgressStyle::with_template(style) {
+        bar.set_style(style);
+    }
+    bar.set_message(what);
+    bar
+}
