@@ -24,7 +24,11 @@ impl StopFilter {
     /// before it).
     pub fn push(&mut self, text: &str) -> (String, bool) {
         self.held.push_str(text);
-        let found = self.stops.iter().filter_map(|stop| self.held.find(stop.as_str())).min();
+        let found = self
+            .stops
+            .iter()
+            .filter_map(|stop| self.held.find(stop.as_str()))
+            .min();
         if let Some(at) = found {
             let shown = self.held[..at].to_owned();
             self.held.clear();
@@ -35,7 +39,11 @@ impl StopFilter {
             .held
             .char_indices()
             .map(|(at, _)| at)
-            .find(|&at| self.stops.iter().any(|stop| stop.starts_with(&self.held[at..])))
+            .find(|&at| {
+                self.stops
+                    .iter()
+                    .any(|stop| stop.starts_with(&self.held[at..]))
+            })
             .unwrap_or(self.held.len());
         let rest = self.held.split_off(keep);
         (std::mem::replace(&mut self.held, rest), false)
@@ -114,7 +122,8 @@ fn parse_call(block: &str, tools: Option<&Value>) -> Option<Value> {
         arguments.insert(key.to_owned(), typed(value, kind.as_deref()));
         rest = after;
     }
-    rest.is_empty().then(|| json!({"name": name, "arguments": arguments}))
+    rest.is_empty()
+        .then(|| json!({"name": name, "arguments": arguments}))
 }
 
 /// The JSON type that a tool's schema gives a parameter.
@@ -123,7 +132,11 @@ fn parameter_kind(tools: Option<&Value>, name: &str, key: &str) -> Option<String
         let function = tool.get("function").unwrap_or(tool);
         (function.get("name")?.as_str()? == name).then_some(function)
     })?;
-    let kind = tool.get("parameters")?.get("properties")?.get(key)?.get("type")?;
+    let kind = tool
+        .get("parameters")?
+        .get("properties")?
+        .get(key)?
+        .get("type")?;
     kind.as_str().map(str::to_owned)
 }
 
@@ -193,7 +206,10 @@ mod tests {
             {"properties": {"days": {"type": "integer"}}}}}]);
         let (prose, calls) = take_tool_calls(text, Some(&tools));
         assert_eq!(prose, "Let me look.\n\nDone.");
-        assert_eq!(calls, [json!({"name": "get", "arguments": {"city": "Paris", "days": 3}})]);
+        assert_eq!(
+            calls,
+            [json!({"name": "get", "arguments": {"city": "Paris", "days": 3}})]
+        );
     }
 
     #[test]
@@ -206,7 +222,10 @@ mod tests {
     #[test]
     fn json_bodies_are_taken_and_unreadable_ones_stay() {
         let text = "<tool_call><function=f>{\"a\": [1]}</function></tool_call>";
-        assert_eq!(take_tool_calls(text, None).1[0]["arguments"]["a"], json!([1]));
+        assert_eq!(
+            take_tool_calls(text, None).1[0]["arguments"]["a"],
+            json!([1])
+        );
         let text = "<tool_call>what</tool_call> and <tool_call>{\"name\": \"g\"}</tool_call>";
         let (prose, calls) = take_tool_calls(text, None);
         assert_eq!(prose, "<tool_call>what</tool_call> and");

@@ -84,7 +84,13 @@ pub struct ModelArgs {
     pub repack: bool,
 
     /// Context limit in tokens; 0 is the model's own; memory grows as the context fills
-    #[arg(short, long, value_name = "N", env = "QRUN_CTX_SIZE", default_value_t = 0)]
+    #[arg(
+        short,
+        long,
+        value_name = "N",
+        env = "QRUN_CTX_SIZE",
+        default_value_t = 0
+    )]
     pub ctx_size: usize,
 
     /// Prompt tokens in one pass
@@ -127,11 +133,22 @@ pub struct RunArgs {
     pub prompt: Option<String>,
 
     /// Read the prompt from a file
-    #[arg(short, long, value_name = "FILE", help_heading = "Prompt", conflicts_with = "prompt")]
+    #[arg(
+        short,
+        long,
+        value_name = "FILE",
+        help_heading = "Prompt",
+        conflicts_with = "prompt"
+    )]
     pub file: Option<PathBuf>,
 
     /// System message (-sys)
-    #[arg(long, value_name = "TEXT", help_heading = "Prompt", conflicts_with = "raw")]
+    #[arg(
+        long,
+        value_name = "TEXT",
+        help_heading = "Prompt",
+        conflicts_with = "raw"
+    )]
     pub system_prompt: Option<String>,
 
     /// Go on from the text as it is, without the chat template
@@ -179,7 +196,12 @@ pub struct RunArgs {
     pub ignore_eos: bool,
 
     /// Keep the answer to a JSON schema, given as text or as a file
-    #[arg(long, value_name = "JSON|FILE", help_heading = "Output", conflicts_with = "grammar")]
+    #[arg(
+        long,
+        value_name = "JSON|FILE",
+        help_heading = "Output",
+        conflicts_with = "grammar"
+    )]
     pub json_schema: Option<String>,
 
     /// Keep the answer to a grammar in Lark form, given as text or as a file
@@ -195,7 +217,13 @@ pub struct RunArgs {
     pub jsonl: bool,
 
     /// Write the answers of --prompts to a file
-    #[arg(short, long, value_name = "FILE", help_heading = "Output", requires = "prompts")]
+    #[arg(
+        short,
+        long,
+        value_name = "FILE",
+        help_heading = "Output",
+        requires = "prompts"
+    )]
     pub output: Option<PathBuf>,
 
     /// Go on after the answers that --output already holds
@@ -240,7 +268,12 @@ pub struct SamplingArgs {
     pub min_p: Option<f32>,
 
     /// Locally typical sampling; 1 is off
-    #[arg(long, value_name = "P", visible_alias = "typical", allow_negative_numbers = true)]
+    #[arg(
+        long,
+        value_name = "P",
+        visible_alias = "typical",
+        allow_negative_numbers = true
+    )]
     pub typical_p: Option<f32>,
 
     /// Tokens that the penalties look back on
@@ -352,6 +385,14 @@ const SHORT_WORDS: [(&str, &str); 3] = [
     ("-sys", "--system-prompt"),
 ];
 
+/// Flags that an environment variable sets too, which wins over the configuration file.
+const VARIABLES: [(&str, &str); 4] = [
+    ("model", "QRUN_MODEL"),
+    ("device", "QRUN_DEVICE"),
+    ("threads", "QRUN_THREADS"),
+    ("ctx-size", "QRUN_CTX_SIZE"),
+];
+
 /// The arguments that the configuration file stands for, in its order; none where there is no file.
 ///
 /// # Errors
@@ -377,6 +418,10 @@ pub fn config_args() -> anyhow::Result<Vec<std::ffi::OsString>> {
         .with_context(|| format!("{}: not valid TOML", path.display()))?;
     let mut args = Vec::new();
     for (key, value) in &table {
+        let variable = VARIABLES.iter().find(|(flag, _)| flag == key);
+        if variable.is_some_and(|(_, name)| std::env::var_os(name).is_some()) {
+            continue;
+        }
         let values = match value {
             toml::Value::Array(list) => list.as_slice(),
             one => std::slice::from_ref(one),

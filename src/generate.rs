@@ -82,7 +82,11 @@ impl Answer {
 
 fn rate(n: usize, time: Duration) -> f64 {
     let seconds = time.as_secs_f64();
-    if seconds > 0.0 { n as f64 / seconds } else { 0.0 }
+    if seconds > 0.0 {
+        n as f64 / seconds
+    } else {
+        0.0
+    }
 }
 
 /// Why an answer could not be generated.
@@ -134,7 +138,11 @@ pub fn generate(
     let mut start = Instant::now();
     let finish_reason = loop {
         let position = session.n_past() + pending.len();
-        let outputs = if tokens.len() < n_max { Outputs::Last } else { Outputs::None };
+        let outputs = if tokens.len() < n_max {
+            Outputs::Last
+        } else {
+            Outputs::None
+        };
         let logits = match session.eval(&pending, outputs, cancel) {
             Ok(logits) => logits,
             Err(EvalError::ContextFull { .. }) if !tokens.is_empty() => break FinishReason::Length,
@@ -159,9 +167,13 @@ pub fn generate(
             Some(constraint) => {
                 masked.clear();
                 masked.extend_from_slice(logits);
-                constraint.mask(&mut masked).map_err(GenerateError::Constraint)?;
+                constraint
+                    .mask(&mut masked)
+                    .map_err(GenerateError::Constraint)?;
                 let token = sampler.sample(&masked, position as u64)?;
-                constraint.accept(token).map_err(GenerateError::Constraint)?;
+                constraint
+                    .accept(token)
+                    .map_err(GenerateError::Constraint)?;
                 token
             }
         };

@@ -41,5 +41,9 @@ pub static VERSION: std::sync::LazyLock<String> = std::sync::LazyLock::new(|| {
     } else {
         "built for a baseline CPU: slow, build from the repository instead"
     };
-    format!("{} (ggml {}; {build})", env!("CARGO_PKG_VERSION"), ggml_metal::ggml_version())
+    format!(
+        "{} (ggml {}; {build})",
+        env!("CARGO_PKG_VERSION"),
+        ggml_metal::ggml_version()
+    )
 });

@@ -80,7 +80,9 @@ mod tests {
 
     #[test]
     fn causes_are_said_once() {
-        let error = anyhow::anyhow!("disk full").context("writing a.gguf: disk full").context("converting");
+        let error = anyhow::anyhow!("disk full")
+            .context("writing a.gguf: disk full")
+            .context("converting");
         assert_eq!(error_line(&error), "converting: writing a.gguf: disk full");
     }
 }

@@ -215,7 +215,11 @@ impl Session {
         outputs: Outputs,
         cancel: &CancelToken,
     ) -> Result<&[f32], EvalError> {
-        let head = if self.params.mtp { HeadPass::Keys } else { HeadPass::Off };
+        let head = if self.params.mtp {
+            HeadPass::Keys
+        } else {
+            HeadPass::Off
+        };
         self.run(tokens, outputs, head, cancel)?;
         Ok(&self.logits)
     }

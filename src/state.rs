@@ -96,7 +96,8 @@ impl State {
         let head = match &config.mtp {
             Some(layer) if head => {
                 let context = Context::new(1)?;
-                let hidden = context.new_tensor("head_hidden", DType::F32, &[config.n_embd, N_SEQS]);
+                let hidden =
+                    context.new_tensor("head_hidden", DType::F32, &[config.n_embd, N_SEQS]);
                 context.allocate(backend, "the draft head's hidden state")?;
                 let width = config.head_dim * layer.n_head_kv;
                 Some(HeadState {
@@ -210,7 +211,9 @@ impl State {
 
 fn read(tensor: &Tensor, bytes: usize) -> Result<Vec<u8>> {
     let mut data = vec![0; bytes];
-    tensor.read_bytes(0, &mut data).context("reading the state")?;
+    tensor
+        .read_bytes(0, &mut data)
+        .context("reading the state")?;
     Ok(data)
 }
 
@@ -234,7 +237,13 @@ impl SavedState {
 }
 
 impl KvCache {
-    fn new(backend: &Backend, types: KvTypes, width: i64, n_cells: usize, il: usize) -> Result<Self> {
+    fn new(
+        backend: &Backend,
+        types: KvTypes,
+        width: i64,
+        n_cells: usize,
+        il: usize,
+    ) -> Result<Self> {
         let shape = [width, n_cells as i64 * N_SEQS];
         Ok(Self {
             k: allocate(backend, &format!("cache_k-{il}"), types.k, &shape)?,

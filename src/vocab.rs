@@ -37,7 +37,10 @@ pub fn tokenizer(file: &Gguf) -> Result<Tokenizer> {
         eos: id("tokenizer.ggml.eos_token_id"),
         eot: id("tokenizer.ggml.eot_token_id"),
         padding: id("tokenizer.ggml.padding_token_id"),
-        add_bos: matches!(file.value("tokenizer.ggml.add_bos_token"), Some(Value::Bool(true))),
+        add_bos: matches!(
+            file.value("tokenizer.ggml.add_bos_token"),
+            Some(Value::Bool(true))
+        ),
     };
     Tokenizer::new(vocab).with_context(|| format!("{path}: its tokenizer cannot be used"))
 }

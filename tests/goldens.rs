@@ -66,7 +66,10 @@ fn distance(model: &Path, goldens: &Path, kv: KvTypes) -> Distance {
             }
         }
     }
-    println!("{}: {worst:?}", model.file_name().unwrap().to_string_lossy());
+    println!(
+        "{}: {worst:?}",
+        model.file_name().unwrap().to_string_lossy()
+    );
     assert!(worst.positions > 300, "the goldens hold more than that");
     worst
 }
@@ -79,10 +82,16 @@ fn tiny(name: &str) {
         return;
     };
     let exact = distance(&model, &goldens, F32);
-    assert!(exact.trunk < 1e-3 && exact.head < 1e-3 && exact.draft < 1e-3, "{exact:?}");
+    assert!(
+        exact.trunk < 1e-3 && exact.head < 1e-3 && exact.draft < 1e-3,
+        "{exact:?}"
+    );
     assert_eq!(exact.flips, 0);
     let default = distance(&model, &goldens, qrun::session::SessionParams::default().kv);
-    assert!(default.trunk < 2e-2 && default.head < 2e-2 && default.draft < 2e-2, "{default:?}");
+    assert!(
+        default.trunk < 2e-2 && default.head < 2e-2 && default.draft < 2e-2,
+        "{default:?}"
+    );
     assert_eq!(default.flips, 0);
 }
 
@@ -107,7 +116,9 @@ fn greedy_equals(model: &Path, goldens: &Path, min_margin: f32) -> usize {
     let mut compared = 0;
     for prompt in json(goldens)["prompts"].as_array().unwrap() {
         let mut session = session(&engine, F32, false);
-        let mut logits = session.eval(&ids(&prompt["ids"]), Outputs::Last, &never()).unwrap();
+        let mut logits = session
+            .eval(&ids(&prompt["ids"]), Outputs::Last, &never())
+            .unwrap();
         let (greedy, margins) = (ids(&prompt["greedy"]), floats(&prompt["margin"]));
         for (step, (&golden, &margin)) in greedy.iter().zip(&margins).enumerate() {
             if margin < min_margin {
@@ -119,15 +130,19 @@ fn greedy_equals(model: &Path, goldens: &Path, min_margin: f32) -> usize {
             logits = session.eval(&[token], Outputs::Last, &never()).unwrap();
         }
     }
-    println!("{}: {compared} greedy tokens equal", model.file_name().unwrap().to_string_lossy());
+    println!(
+        "{}: {compared} greedy tokens equal",
+        model.file_name().unwrap().to_string_lossy()
+    );
     compared
 }
 
 #[test]
 fn demo_f16_greedy_text_equals_transformers() {
-    let (Some(model), Some(goldens)) =
-        (shared("gguf/demo-f16.gguf"), shared("models/demo/goldens.json"))
-    else {
+    let (Some(model), Some(goldens)) = (
+        shared("gguf/demo-f16.gguf"),
+        shared("models/demo/goldens.json"),
+    ) else {
         return;
     };
     assert!(greedy_equals(&model, &goldens, 0.05) > 100);

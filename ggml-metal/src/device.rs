@@ -61,7 +61,9 @@ pub fn find_device(name: Option<&str>) -> Result<Device, Error> {
         let names: Vec<_> = all.iter().map(|d| d.name()).collect();
         Error::Device(match name {
             Some(name) => format!("no device `{name}`; there are: {}", names.join(", ")),
-            None => "ggml has no device; the libggml-cpu files must lie beside the program".to_owned(),
+            None => {
+                "ggml has no device; the libggml-cpu files must lie beside the program".to_owned()
+            }
         })
     })
 }
@@ -162,9 +164,8 @@ impl Device {
 
     /// The buffer types that keep weights in a layout of their own (repacked for this CPU), best first.
     pub(crate) fn extra_buffer_types(&self) -> Vec<ggml::ggml_backend_buffer_type_t> {
-        type GetExtra = unsafe extern "C" fn(
-            ggml::ggml_backend_dev_t,
-        ) -> *mut ggml::ggml_backend_buffer_type_t;
+        type GetExtra =
+            unsafe extern "C" fn(ggml::ggml_backend_dev_t) -> *mut ggml::ggml_backend_buffer_type_t;
         // SAFETY: the type is ggml_backend_dev_get_extra_bufts_t; the list it returns ends with a null.
         unsafe {
             let Some(get) = self.function::<GetExtra>(c"ggml_backend_dev_get_extra_bufts") else {
@@ -192,7 +193,11 @@ impl Device {
             let mut names = Vec::new();
             while !feature.is_null() && !(*feature).name.is_null() {
                 if CStr::from_ptr((*feature).value) != c"0" {
-                    names.push(CStr::from_ptr((*feature).name).to_string_lossy().into_owned());
+                    names.push(
+                        CStr::from_ptr((*feature).name)
+                            .to_string_lossy()
+                            .into_owned(),
+                    );
                 }
                 feature = feature.add(1);
             }
@@ -293,21 +298,24 @@ impl BackendInner {
     /// Without a pool of its own every compute call of the CPU backend would start and join threads.
     fn attach_threads(&mut self) {
         type SetThreads = unsafe extern "C" fn(ggml::ggml_backend_t, i32);
-        type NewPool = unsafe extern "C" fn(
-            *mut ggml::ggml_threadpool_params,
-        ) -> *mut ggml::ggml_threadpool;
+        type NewPool =
+            unsafe extern "C" fn(*mut ggml::ggml_threadpool_params) -> *mut ggml::ggml_threadpool;
         type FreePool = unsafe extern "C" fn(*mut ggml::ggml_threadpool);
         type SetPool = unsafe extern "C" fn(ggml::ggml_backend_t, *mut ggml::ggml_threadpool);
         // SAFETY: the function types are those of ggml-backend.h and ggml-cpu.h for these names; the pool is
         // attached to a live backend, and freed after it.
         unsafe {
-            if let Some(set) = self.device.function::<SetThreads>(c"ggml_backend_set_n_threads") {
+            if let Some(set) = self
+                .device
+                .function::<SetThreads>(c"ggml_backend_set_n_threads")
+            {
                 set(self.raw, self.n_threads as i32);
             }
             let functions = (
                 self.device.function::<NewPool>(c"ggml_threadpool_new"),
                 self.device.function::<FreePool>(c"ggml_threadpool_free"),
-                self.device.function::<SetPool>(c"ggml_backend_cpu_set_threadpool"),
+                self.device
+                    .function::<SetPool>(c"ggml_backend_cpu_set_threadpool"),
             );
             if let (Some(new), Some(free), Some(set)) = functions {
                 let mut params = ggml::ggml_threadpool_params_default(self.n_threads as i32);

@@ -165,11 +165,7 @@ impl DType {
                 to_float(src.as_ptr().cast(), out.as_mut_ptr(), n as i64);
             } else {
                 let mut aligned = vec![0u64; src.len().div_ceil(8)];
-                std::ptr::copy_nonoverlapping(
-                    src.as_ptr(),
-                    aligned.as_mut_ptr().cast(),
-                    src.len(),
-                );
+                std::ptr::copy_nonoverlapping(src.as_ptr(), aligned.as_mut_ptr().cast(), src.len());
                 to_float(aligned.as_ptr().cast(), out.as_mut_ptr(), n as i64);
             }
         }
@@ -202,8 +198,14 @@ mod tests {
 
     #[test]
     fn quantizing_and_back_stays_close() {
-        let src: Vec<f32> = (0..512).map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0).collect();
-        for (dtype, bound) in [(DType::Q8_0, 0.01), (DType::Q4_K, 0.12), (DType::F16, 0.001)] {
+        let src: Vec<f32> = (0..512)
+            .map(|i| ((i * 37) % 101) as f32 / 50.0 - 1.0)
+            .collect();
+        for (dtype, bound) in [
+            (DType::Q8_0, 0.01),
+            (DType::Q4_K, 0.12),
+            (DType::F16, 0.001),
+        ] {
             let bytes = dtype.quantize(&src, 256, None).unwrap();
             assert_eq!(bytes.len(), 2 * dtype.row_bytes(256));
             // An odd address exercises the path that aligns first.

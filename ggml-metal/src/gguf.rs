@@ -30,7 +30,11 @@ pub struct TensorInfo {
 impl TensorInfo {
     /// The shape without trailing ones.
     pub fn dims(&self) -> &[i64] {
-        let n = self.shape.iter().rposition(|&n| n != 1).map_or(1, |i| i + 1);
+        let n = self
+            .shape
+            .iter()
+            .rposition(|&n| n != 1)
+            .map_or(1, |i| i + 1);
         &self.shape[..n]
     }
 
@@ -118,9 +122,8 @@ impl Gguf {
             ctx: std::ptr::null_mut(),
         };
         // SAFETY: the pointer and length describe the map, which outlives the call; nothing of it is kept.
-        let raw = unsafe {
-            ggml::gguf_init_from_buffer(bytes.as_ptr().cast(), bytes.len(), params)
-        };
+        let raw =
+            unsafe { ggml::gguf_init_from_buffer(bytes.as_ptr().cast(), bytes.len(), params) };
         if raw.is_null() {
             return Err(refuse(format!(
                 "its header cannot be read{}; the file is damaged or cut short, fetch it again",
@@ -152,7 +155,9 @@ impl Gguf {
             let offset = data_offset.checked_add(relative);
             let end = offset.and_then(|o| o.checked_add(bytes_in_tensor));
             let (Some(offset), Some(end)) = (offset, end) else {
-                return Err(refuse(format!("tensor `{name}`: its offset is out of range")));
+                return Err(refuse(format!(
+                    "tensor `{name}`: its offset is out of range"
+                )));
             };
             if end > bytes.len() {
                 return Err(refuse(format!(
@@ -277,7 +282,9 @@ impl Gguf {
             let data = ggml::gguf_get_arr_data(raw, id);
             macro_rules! read {
                 ($t:ty) => {
-                    std::slice::from_raw_parts(data.cast::<$t>(), n).iter().copied()
+                    std::slice::from_raw_parts(data.cast::<$t>(), n)
+                        .iter()
+                        .copied()
                 };
             }
             Some(match kind {
@@ -482,5 +489,7 @@ fn c_string(text: &str) -> Result<CString, Error> {
 /// `text` must point to a null-terminated string.
 unsafe fn lossy(text: *const std::ffi::c_char) -> String {
     // SAFETY: the caller's promise.
-    unsafe { CStr::from_ptr(text) }.to_string_lossy().into_owned()
+    unsafe { CStr::from_ptr(text) }
+        .to_string_lossy()
+        .into_owned()
 }

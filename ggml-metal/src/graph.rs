@@ -60,7 +60,9 @@ impl Context {
             })
         };
         if raw.is_null() {
-            return Err(Error::Device("no memory for a graph's description".to_owned()));
+            return Err(Error::Device(
+                "no memory for a graph's description".to_owned(),
+            ));
         }
         Ok(Self {
             inner: Arc::new(ContextInner::new(raw)),
@@ -103,10 +105,18 @@ impl Context {
                 .iter()
                 .map(|t| format!("{} {:?} {}", t.name(), t.shape(), t.dtype()))
                 .collect();
-            return self.fail(op, inputs[0], format!("does not take {}", shapes.join(" and ")));
+            return self.fail(
+                op,
+                inputs[0],
+                format!("does not take {}", shapes.join(" and ")),
+            );
         }
         if self.room() <= SPARE_TENSORS {
-            return self.fail(op, inputs[0], format!("more than {} tensors", self.capacity));
+            return self.fail(
+                op,
+                inputs[0],
+                format!("more than {} tensors", self.capacity),
+            );
         }
         for input in inputs {
             self.inner.keep_context(&input.context);
@@ -150,7 +160,11 @@ impl Context {
                 return tensor.clone();
             }
         }
-        let (shape, dtype) = if valid { (shape, dtype) } else { (&[1i64][..], DType::F32) };
+        let (shape, dtype) = if valid {
+            (shape, dtype)
+        } else {
+            (&[1i64][..], DType::F32)
+        };
         // SAFETY: shape has 1 to 4 positive dimensions that fit the type, and there is room: a mistake uses up
         // one spare tensor, once.
         let raw = unsafe {
@@ -399,7 +413,9 @@ impl Context {
 
     /// A window on the data of `a` without a copy: `strides` are bytes for dimensions 1 and up.
     pub fn view(&self, a: &Tensor, shape: &[i64], strides: &[usize], offset: usize) -> Tensor {
-        let row = shape.first().map_or(0, |&n| a.dtype().row_bytes(n.max(0) as usize));
+        let row = shape
+            .first()
+            .map_or(0, |&n| a.dtype().row_bytes(n.max(0) as usize));
         let extent = shape
             .iter()
             .skip(1)
@@ -472,9 +488,8 @@ impl Context {
 
     /// `b` after `a` along dimension `dim`.
     pub fn concat(&self, a: &Tensor, b: &Tensor, dim: usize) -> Tensor {
-        let fits = dim < 4
-            && a.dtype() == b.dtype()
-            && (0..4).all(|i| i == dim || a.ne(i) == b.ne(i));
+        let fits =
+            dim < 4 && a.dtype() == b.dtype() && (0..4).all(|i| i == dim || a.ne(i) == b.ne(i));
         // SAFETY: see get_rows.
         self.op("concat", &[a, b], fits, |c| unsafe {
             ggml::ggml_concat(c, a.as_ptr(), b.as_ptr(), dim as i32)
@@ -525,7 +540,14 @@ impl Context {
     /// `q` is `[head_dim, n_tokens, n_head, n_seqs]`, `k` and `v` `[head_dim, n_kv, n_head_kv, n_seqs]`, `mask`
     /// `[n_kv, n_tokens]` of F16 (0 or -inf, added to the scaled products); the result is
     /// `[head_dim, n_head, n_tokens, n_seqs]`.
-    pub fn flash_attn(&self, q: &Tensor, k: &Tensor, v: &Tensor, mask: &Tensor, scale: f32) -> Tensor {
+    pub fn flash_attn(
+        &self,
+        q: &Tensor,
+        k: &Tensor,
+        v: &Tensor,
+        mask: &Tensor,
+        scale: f32,
+    ) -> Tensor {
         let fits = q.dtype() == DType::F32
             && q.ne(0) == k.ne(0)
             && k.ne(1) == v.ne(1)
@@ -819,7 +841,10 @@ mod tests {
         let d = context.rms_norm(&c, 1e-6);
         context.output(&d);
         let error = Graph::new(context, &[cpu()]).err().unwrap().to_string();
-        assert!(error.contains("mul_mat(a)") && error.contains("[3, 2, 1, 1]"), "{error}");
+        assert!(
+            error.contains("mul_mat(a)") && error.contains("[3, 2, 1, 1]"),
+            "{error}"
+        );
     }
 
     #[test]

@@ -48,10 +48,7 @@ pub use weights::{Role, Wanted, WeightBytes, Weights};
 
 /// True where the compiler was told to use all of this CPU, and so ggml's build was too. Without it ggml is built
 /// for a baseline CPU and is several times slower.
-pub const BUILT_NATIVE: bool = cfg!(any(
-    not(target_arch = "x86_64"),
-    target_feature = "avx2"
-));
+pub const BUILT_NATIVE: bool = cfg!(any(not(target_arch = "x86_64"), target_feature = "avx2"));
 
 /// ggml's version and commit, as built.
 pub fn ggml_version() -> String {
@@ -59,7 +56,11 @@ pub fn ggml_version() -> String {
     unsafe {
         let version = std::ffi::CStr::from_ptr(ggml::ggml_version());
         let commit = std::ffi::CStr::from_ptr(ggml::ggml_commit());
-        format!("{} ({})", version.to_string_lossy(), commit.to_string_lossy())
+        format!(
+            "{} ({})",
+            version.to_string_lossy(),
+            commit.to_string_lossy()
+        )
     }
 }
 
@@ -69,5 +70,7 @@ pub fn ggml_version() -> String {
 /// the same data. One lock for the process makes both impossible; a device has one compute owner anyway.
 fn exclusive() -> std::sync::MutexGuard<'static, ()> {
     static COMPUTE: std::sync::Mutex<()> = std::sync::Mutex::new(());
-    COMPUTE.lock().unwrap_or_else(std::sync::PoisonError::into_inner)
+    COMPUTE
+        .lock()
+        .unwrap_or_else(std::sync::PoisonError::into_inner)
 }

@@ -95,7 +95,10 @@ mod tests {
     #[cfg(target_os = "linux")]
     #[test]
     fn kernel_cpu_lists_are_understood() {
-        assert_eq!(super::parse_cpu_list("0-3,8,10-11\n"), [0, 1, 2, 3, 8, 10, 11]);
+        assert_eq!(
+            super::parse_cpu_list("0-3,8,10-11\n"),
+            [0, 1, 2, 3, 8, 10, 11]
+        );
         assert!(super::parse_cpu_list("\n").is_empty());
     }
 }

@@ -170,10 +170,7 @@ unsafe impl Sync for Tensor {}
 impl Tensor {
     /// # Safety
     /// `raw` must be a tensor of `context`.
-    pub(crate) unsafe fn new(
-        raw: NonNull<ggml::ggml_tensor>,
-        context: &Arc<ContextInner>,
-    ) -> Self {
+    pub(crate) unsafe fn new(raw: NonNull<ggml::ggml_tensor>, context: &Arc<ContextInner>) -> Self {
         Self {
             raw,
             context: context.clone(),
@@ -302,7 +299,11 @@ impl Tensor {
             reason: format!(
                 "cannot {what} {bytes} bytes at {offset} of {} bytes{}",
                 self.bytes(),
-                if has_data { "" } else { " that are not allocated" }
+                if has_data {
+                    ""
+                } else {
+                    " that are not allocated"
+                }
             ),
         })
     }
@@ -399,7 +400,11 @@ impl Tensor {
             reason: format!(
                 "is {}{}, expected contiguous {}",
                 self.dtype(),
-                if self.is_contiguous() { "" } else { " with gaps" },
+                if self.is_contiguous() {
+                    ""
+                } else {
+                    " with gaps"
+                },
                 T::DTYPE
             ),
         })
@@ -408,6 +413,13 @@ impl Tensor {
 
 impl std::fmt::Debug for Tensor {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        write!(f, "{} {:?} {} = {}", self.name(), self.shape(), self.dtype(), self.op())
+        write!(
+            f,
+            "{} {:?} {} = {}",
+            self.name(),
+            self.shape(),
+            self.dtype(),
+            self.op()
+        )
     }
 }

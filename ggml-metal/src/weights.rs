@@ -89,16 +89,23 @@ impl Weights {
             } else if device.maps_host_memory() && aligned {
                 in_place.push(want);
             } else {
-                copies.entry(backend.buffer_type() as usize).or_default().push(want);
+                copies
+                    .entry(backend.buffer_type() as usize)
+                    .or_default()
+                    .push(want);
             }
         }
 
         weights.map(&in_place, backend)?;
-        let (aligned, unaligned): (Vec<_>, Vec<_>) =
-            host_only.into_iter().partition(|w| w.info.offset % ALIGNMENT == 0);
+        let (aligned, unaligned): (Vec<_>, Vec<_>) = host_only
+            .into_iter()
+            .partition(|w| w.info.offset % ALIGNMENT == 0);
         weights.map(&aligned, cpu)?;
         if !unaligned.is_empty() {
-            copies.entry(cpu.buffer_type() as usize).or_default().extend(unaligned);
+            copies
+                .entry(cpu.buffer_type() as usize)
+                .or_default()
+                .extend(unaligned);
         }
 
         let total = copies.values().flatten().map(|w| w.info.bytes).sum();
@@ -134,7 +141,10 @@ impl Weights {
     fn map(&mut self, wanted: &[&Wanted<'_>], backend: &Backend) -> Result<(), Error> {
         let mut files: Vec<(&Arc<FileMap>, Vec<&Wanted<'_>>)> = Vec::new();
         for want in wanted {
-            match files.iter_mut().find(|(map, _)| Arc::ptr_eq(map, want.file.map())) {
+            match files
+                .iter_mut()
+                .find(|(map, _)| Arc::ptr_eq(map, want.file.map()))
+            {
                 Some((_, group)) => group.push(want),
                 None => files.push((want.file.map(), vec![want])),
             }
@@ -164,10 +174,7 @@ impl Weights {
             let buffer = Arc::new(Buffer::new(raw, Some(map.clone())));
             // SAFETY: the buffer is alive.
             unsafe {
-                ggml::ggml_backend_buffer_set_usage(
-                    raw,
-                    ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS,
-                );
+                ggml::ggml_backend_buffer_set_usage(raw, ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
             }
             let context = Context::new(group.len())?;
             context.inner.keep_buffer(buffer);
@@ -275,9 +282,7 @@ fn use_of(want: &Wanted<'_>) -> Option<(Context, Tensor)> {
         Role::Embedding => {
             context.get_rows(&weight, &context.new_tensor("ids", DType::I32, &[512]))
         }
-        Role::Matrix => {
-            context.mul_mat(&weight, &context.new_tensor("x", DType::F32, &[n, 512]))
-        }
+        Role::Matrix => context.mul_mat(&weight, &context.new_tensor("x", DType::F32, &[n, 512])),
         Role::Experts => context.mul_mat_id(
             &weight,
             &context.new_tensor("x", DType::F32, &[n, 1, 512]),

@@ -20,7 +20,10 @@ pub fn run(args: &InspectArgs) -> Result<Outcome> {
     let files = ModelFiles::open(&args.file, args.mtp.as_deref())?;
     let plan = Plan::make(&files)?;
     let text = if args.json {
-        format!("{}\n", serde_json::to_string_pretty(&as_json(&files, &plan))?)
+        format!(
+            "{}\n",
+            serde_json::to_string_pretty(&as_json(&files, &plan))?
+        )
     } else {
         as_text(&files, &plan)
     };
@@ -36,19 +39,29 @@ fn by_type(files: &ModelFiles) -> Vec<(DType, usize, usize)> {
         entry.0 += tensor.bytes;
         entry.1 += 1;
     }
-    let mut list: Vec<_> = types.into_iter().map(|(t, (bytes, n))| (t, bytes, n)).collect();
+    let mut list: Vec<_> = types
+        .into_iter()
+        .map(|(t, (bytes, n))| (t, bytes, n))
+        .collect();
     list.sort_by_key(|&(_, bytes, _)| std::cmp::Reverse(bytes));
     list
 }
 
 fn parameters(files: &ModelFiles) -> u64 {
-    files.all().flat_map(Gguf::tensors).map(|t| t.n_elements()).sum()
+    files
+        .all()
+        .flat_map(Gguf::tensors)
+        .map(|t| t.n_elements())
+        .sum()
 }
 
 /// Bytes of F16 keys and values for a context, the draft head's included where there is one.
 fn kv_bytes(config: &Config, n_ctx: usize, head: bool) -> usize {
     let attention = config.layers.iter().filter(|l| !l.recurrent);
-    let heads: i64 = attention.chain(config.mtp.iter().filter(|_| head)).map(|l| l.n_head_kv).sum();
+    let heads: i64 = attention
+        .chain(config.mtp.iter().filter(|_| head))
+        .map(|l| l.n_head_kv)
+        .sum();
     2 * DType::F16.row_bytes((heads * config.head_dim) as usize) * n_ctx
 }
 
@@ -70,7 +83,9 @@ fn as_json(files: &ModelFiles, plan: &Plan<'_>) -> serde_json::Value {
         .keys()
         .into_iter()
         .map(|key| {
-            let value = main.value(&key).map_or(serde_json::Value::Null, |v| value_json(&v));
+            let value = main
+                .value(&key)
+                .map_or(serde_json::Value::Null, |v| value_json(&v));
             (key, value)
         })
         .collect();
@@ -115,7 +130,13 @@ fn as_json(files: &ModelFiles, plan: &Plan<'_>) -> serde_json::Value {
 /// Long arrays (the vocabulary) are only counted.
 fn value_json(value: &Value) -> serde_json::Value {
     const LONG: usize = 64;
-    let list = |n: usize, all: serde_json::Value| if n > LONG { json!({"array_of": n}) } else { all };
+    let list = |n: usize, all: serde_json::Value| {
+        if n > LONG {
+            json!({"array_of": n})
+        } else {
+            all
+        }
+    };
     match value {
         Value::Int(v) => i64::try_from(*v).map_or_else(|_| json!(v.to_string()), |v| json!(v)),
         Value::Float(v) => json!(v),
@@ -137,17 +158,36 @@ fn as_text(files: &ModelFiles, plan: &Plan<'_>) -> String {
         // Writing to a String cannot fail.
         let _ = writeln!(text, "{name:<14}{value}");
     };
-    let paths: Vec<_> = files.all().map(|f| f.path().display().to_string()).collect();
+    let paths: Vec<_> = files
+        .all()
+        .map(|f| f.path().display().to_string())
+        .collect();
     line("file", paths.join(", "));
-    line("format", format!("GGUF {}, {} tensors", main.version(), files.all().map(|f| f.tensors().len()).sum::<usize>()));
-    line("architecture", format!("{} {}", config.arch, config.name).trim_end().to_owned());
+    line(
+        "format",
+        format!(
+            "GGUF {}, {} tensors",
+            main.version(),
+            files.all().map(|f| f.tensors().len()).sum::<usize>()
+        ),
+    );
+    line(
+        "architecture",
+        format!("{} {}", config.arch, config.name)
+            .trim_end()
+            .to_owned(),
+    );
     let parameters = parameters(files) as f64;
     let bits = files.tensor_bytes() as f64 * 8.0 / parameters;
     line(
         "parameters",
         format!(
             "{} in {}, {bits:.2} bits each",
-            if parameters >= 1e9 { format!("{:.2}B", parameters / 1e9) } else { format!("{:.1}M", parameters / 1e6) },
+            if parameters >= 1e9 {
+                format!("{:.2}B", parameters / 1e9)
+            } else {
+                format!("{:.1}M", parameters / 1e6)
+            },
             report::bytes(files.tensor_bytes())
         ),
     );
@@ -166,16 +206,28 @@ fn as_text(files: &ModelFiles, plan: &Plan<'_>) -> String {
     if let Some(layer) = config.layers.iter().find(|l| !l.recurrent) {
         line(
             "attention",
-            format!("{} query heads over {} of {}", layer.n_head, layer.n_head_kv, config.head_dim),
+            format!(
+                "{} query heads over {} of {}",
+                layer.n_head, layer.n_head_kv, config.head_dim
+            ),
         );
     }
     let ssm = &config.ssm;
     line(
         "delta net",
-        format!("{} value heads over {} key heads of {}", ssm.n_v_heads, ssm.n_k_heads, ssm.head_dim),
+        format!(
+            "{} value heads over {} key heads of {}",
+            ssm.n_v_heads, ssm.n_k_heads, ssm.head_dim
+        ),
     );
     if let Some(moe) = &config.moe {
-        line("experts", format!("{} of {} a token, and a shared one", moe.n_expert_used, moe.n_expert));
+        line(
+            "experts",
+            format!(
+                "{} of {} a token, and a shared one",
+                moe.n_expert_used, moe.n_expert
+            ),
+        );
     }
     let on = if plan.status.on { "on" } else { "off" };
     let size = match plan.mtp_bytes() {
@@ -184,7 +236,14 @@ fn as_text(files: &ModelFiles, plan: &Plan<'_>) -> String {
     };
     line("MTP", format!("{on}, because {}{size}", plan.status.reason));
     for (dtype, bytes, n) in by_type(files) {
-        line("type", format!("{:<8}{:>10}  {n} tensors", dtype.name(), report::bytes(bytes)));
+        line(
+            "type",
+            format!(
+                "{:<8}{:>10}  {n} tensors",
+                dtype.name(),
+                report::bytes(bytes)
+            ),
+        );
     }
     let state = config.state_bytes();
     for (name, n) in contexts(config) {

@@ -30,7 +30,12 @@ pub fn path(given: Option<&Path>) -> Result<PathBuf> {
     }
     let exe = std::env::current_exe().context("finding the program's own folder")?;
     let exe = exe.canonicalize().unwrap_or(exe);
-    let found = exe.ancestors().skip(1).take(4).map(|dir| dir.join(DEMO)).find(|p| p.is_file());
+    let found = exe
+        .ancestors()
+        .skip(1)
+        .take(4)
+        .map(|dir| dir.join(DEMO))
+        .find(|p| p.is_file());
     let Some(path) = found else {
         return Err(UsageError(
             "no model: name a GGUF file with `-m FILE` or in QRUN_MODEL (the demo model comes with the \
@@ -39,7 +44,10 @@ pub fn path(given: Option<&Path>) -> Result<PathBuf> {
         )
         .into());
     };
-    report::note(&format!("using the demo model {} (choose another with -m)", path.display()));
+    report::note(&format!(
+        "using the demo model {} (choose another with -m)",
+        path.display()
+    ));
     Ok(path)
 }
 
@@ -80,12 +88,13 @@ pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
     let file = Gguf::open(path)?;
     // Of a split model only the first part has the vocabulary.
     let files;
-    let file = if file.value("tokenizer.ggml.model").is_none() && file.value("split.count").is_some() {
-        files = qrun::model::ModelFiles::open(path, None)?;
-        files.main()
-    } else {
-        &file
-    };
+    let file =
+        if file.value("tokenizer.ggml.model").is_none() && file.value("split.count").is_some() {
+            files = qrun::model::ModelFiles::open(path, None)?;
+            files.main()
+        } else {
+            &file
+        };
     vocab::tokenizer(file)
 }
 
@@ -116,10 +125,17 @@ fn cache_type(flag: &str, name: &str) -> Result<DType> {
         DType::Q4_1,
         DType::Q4_0,
     ];
-    TYPES.into_iter().find(|t| t.name().eq_ignore_ascii_case(name)).ok_or_else(|| {
-        let names: Vec<_> = TYPES.iter().map(|t| t.name()).collect();
-        UsageError(format!("`{flag} {name}`: expected one of {}", names.join(", "))).into()
-    })
+    TYPES
+        .into_iter()
+        .find(|t| t.name().eq_ignore_ascii_case(name))
+        .ok_or_else(|| {
+            let names: Vec<_> = TYPES.iter().map(|t| t.name()).collect();
+            UsageError(format!(
+                "`{flag} {name}`: expected one of {}",
+                names.join(", ")
+            ))
+            .into()
+        })
 }
 
 /// Prints the devices, the preferred one first.
@@ -139,7 +155,11 @@ pub fn list_devices() -> Result<()> {
             DeviceKind::Gpu => format!("{} of {} free", report::bytes(free), report::bytes(total)),
             _ => report::bytes(total),
         };
-        report::out(&format!("{}\t{kind}\t{memory}\t{}\n", device.name(), device.description()))?;
+        report::out(&format!(
+            "{}\t{kind}\t{memory}\t{}\n",
+            device.name(),
+            device.description()
+        ))?;
     }
     Ok(())
 }

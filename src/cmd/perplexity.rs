@@ -87,7 +87,9 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome> {
         }
         report::out(&format!("{object}\n"))?;
     } else {
-        report::out(&format!("{perplexity:.4} +/- {error:.4} ({count} tokens)\n"))?;
+        report::out(&format!(
+            "{perplexity:.4} +/- {error:.4} ({count} tokens)\n"
+        ))?;
     }
     Ok(Outcome::Done)
 }

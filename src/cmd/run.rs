@@ -33,13 +33,20 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
     let session_params = model::session_params(&args.model)?;
     let asked = Asked::read(args)?;
     let grammar = grammar(args)?;
-    let tools = args.tools.as_deref().map(|t| json_argument("--tools", t)).transpose()?;
+    let tools = args
+        .tools
+        .as_deref()
+        .map(|t| json_argument("--tools", t))
+        .transpose()?;
 
     let cancel = CancelToken::default();
     install_interrupt(&cancel)?;
     let (engine, tokenizer) = model::load(&args.model)?;
     let template = template(args, &engine)?;
-    let grammar_factory = grammar.as_ref().map(|_| GrammarFactory::new(&tokenizer)).transpose()?;
+    let grammar_factory = grammar
+        .as_ref()
+        .map(|_| GrammarFactory::new(&tokenizer))
+        .transpose()?;
     if let (Some(factory), Some(grammar)) = (&grammar_factory, &grammar) {
         factory.constraint(grammar).context("reading the grammar")?;
     }
@@ -97,7 +104,10 @@ impl Asked {
         let stdin = std::io::stdin();
         if !stdin.is_terminal() {
             let mut piped = Vec::new();
-            stdin.lock().read_to_end(&mut piped).context("reading stdin")?;
+            stdin
+                .lock()
+                .read_to_end(&mut piped)
+                .context("reading stdin")?;
             let piped = String::from_utf8(piped).context("stdin is not UTF-8 text")?;
             if !piped.is_empty() && !text.is_empty() && !args.raw {
                 text.push_str("\n\n");
@@ -106,7 +116,8 @@ impl Asked {
         }
         if text.is_empty() {
             return Err(UsageError(
-                "no prompt: give one with -p TEXT or -f FILE, or pipe it in (see --help)".to_owned(),
+                "no prompt: give one with -p TEXT or -f FILE, or pipe it in (see --help)"
+                    .to_owned(),
             )
             .into());
         }
@@ -143,7 +154,10 @@ fn json_argument(flag: &str, text: &str) -> Result<Value> {
 
 fn grammar(args: &RunArgs) -> Result<Option<Grammar>> {
     if let Some(text) = &args.json_schema {
-        return Ok(Some(Grammar::JsonSchema(json_argument("--json-schema", text)?)));
+        return Ok(Some(Grammar::JsonSchema(json_argument(
+            "--json-schema",
+            text,
+        )?)));
     }
     let Some(text) = &args.grammar else {
         return Ok(None);
@@ -169,19 +183,30 @@ fn template(args: &RunArgs, engine: &Engine) -> Result<Option<ChatTemplate>> {
         }
         None => {
             let file = engine.files().main();
-            (vocab::chat_template(file), file.path().display().to_string())
+            (
+                vocab::chat_template(file),
+                file.path().display().to_string(),
+            )
         }
     };
     if source.is_none() {
-        report::note(&format!("{place} has no chat template: going on from the text as with --raw"));
+        report::note(&format!(
+            "{place} has no chat template: going on from the text as with --raw"
+        ));
     }
     source
-        .map(|source| ChatTemplate::new(&source).with_context(|| format!("{place}: its chat template")))
+        .map(|source| {
+            ChatTemplate::new(&source).with_context(|| format!("{place}: its chat template"))
+        })
         .transpose()
 }
 
 /// Where the sampling comes from, and what it is.
-fn sampling(args: &SamplingArgs, engine: &Engine, thinking: bool) -> Result<(SamplerParams, &'static str)> {
+fn sampling(
+    args: &SamplingArgs,
+    engine: &Engine,
+    thinking: bool,
+) -> Result<(SamplerParams, &'static str)> {
     let file = vocab::recommended_sampling(engine.files().main());
     let (mut params, mut source) = match file {
         Some(params) => (params, "model file"),
@@ -256,7 +281,11 @@ struct Done {
 }
 
 impl Runner<'_> {
-    fn answer(&mut self, item: &Item, sink: &mut dyn FnMut(Piece<'_>) -> std::io::Result<()>) -> Result<Done> {
+    fn answer(
+        &mut self,
+        item: &Item,
+        sink: &mut dyn FnMut(Piece<'_>) -> std::io::Result<()>,
+    ) -> Result<Done> {
         let (text, thinking) = match &self.template {
             None => (item.raw.clone(), None),
             Some(template) => {
@@ -267,8 +296,10 @@ impl Runner<'_> {
                     _ => None,
                 };
                 let name = |id: Option<u32>| {
-                    id.map(|id| String::from_utf8_lossy(self.tokenizer.token_bytes(id)).into_owned())
-                        .unwrap_or_default()
+                    id.map(|id| {
+                        String::from_utf8_lossy(self.tokenizer.token_bytes(id)).into_owned()
+                    })
+                    .unwrap_or_default()
                 };
                 let text = template
                     .render(&RenderOptions {
@@ -348,7 +379,8 @@ impl Runner<'_> {
             report::out(&format!("{}\n", serde_json::to_string_pretty(&object)?))?;
         } else if args.jsonl {
             let mut event = json!({"type": "done"});
-            if let (Value::Object(event), Value::Object(object)) = (&mut event, self.object(&done)) {
+            if let (Value::Object(event), Value::Object(object)) = (&mut event, self.object(&done))
+            {
                 event.extend(object);
             }
             report::out(&format!("{event}\n"))?;
@@ -370,7 +402,11 @@ impl Runner<'_> {
         let text = std::fs::read_to_string(path)
             .with_context(|| format!("reading the prompts {}", path.display()))?;
         let mut items = Vec::new();
-        for (i, line) in text.lines().enumerate().filter(|(_, l)| !l.trim().is_empty()) {
+        for (i, line) in text
+            .lines()
+            .enumerate()
+            .filter(|(_, l)| !l.trim().is_empty())
+        {
             let item = parse_item(line, args.system_prompt.as_deref());
             items.push(item.with_context(|| format!("{}: line {}", path.display(), i + 1))?);
         }
@@ -455,7 +491,10 @@ impl Runner<'_> {
         let how = if sampler.temp <= 0.0 {
             "greedy".to_owned()
         } else {
-            format!("temp {} top-k {} top-p {} seed {}", sampler.temp, sampler.top_k, sampler.top_p, sampler.seed)
+            format!(
+                "temp {} top-k {} top-p {} seed {}",
+                sampler.temp, sampler.top_k, sampler.top_p, sampler.seed
+            )
         };
         let (kv, state, compute) = self.session.bytes();
         let weights = self.engine.weight_bytes();
@@ -474,13 +513,17 @@ impl Runner<'_> {
             report::bytes(kv),
             report::bytes(state),
             report::bytes(compute),
-            ggml_metal::peak_memory().map_or(String::new(), |n| format!(", peak {}", report::bytes(n))),
+            ggml_metal::peak_memory()
+                .map_or(String::new(), |n| format!(", peak {}", report::bytes(n))),
         )
     }
 }
 
 fn is_cancelled(error: &anyhow::Error) -> bool {
-    matches!(error.downcast_ref::<GenerateError>(), Some(GenerateError::Eval(EvalError::Cancelled)))
+    matches!(
+        error.downcast_ref::<GenerateError>(),
+        Some(GenerateError::Eval(EvalError::Cancelled))
+    )
 }
 
 /// True where the next prompt may well work.
@@ -532,9 +575,15 @@ impl Output {
         let mut done = 0;
         if resume && path.exists() {
             let text = std::fs::read(path).with_context(opening)?;
-            let whole = text.iter().rposition(|&b| b == b'\n').map_or(0, |at| at + 1);
+            let whole = text
+                .iter()
+                .rposition(|&b| b == b'\n')
+                .map_or(0, |at| at + 1);
             done = text[..whole].iter().filter(|&&b| b == b'\n').count();
-            let file = std::fs::OpenOptions::new().write(true).open(path).with_context(opening)?;
+            let file = std::fs::OpenOptions::new()
+                .write(true)
+                .open(path)
+                .with_context(opening)?;
             file.set_len(whole as u64).with_context(opening)?;
         }
         let mut options = std::fs::OpenOptions::new();
@@ -590,11 +639,18 @@ impl<'a> Shown<'a> {
                 Piece::Text(text) => ("text", text),
             };
             let ms = self.start.elapsed().as_millis() as u64;
-            return report::out(&format!("{}\n", json!({"type": kind, "text": text, "ms": ms})));
+            return report::out(&format!(
+                "{}\n",
+                json!({"type": kind, "text": text, "ms": ms})
+            ));
         }
         match piece {
             Piece::Reasoning(text) if self.args.show_thinking => {
-                let (dim, plain) = if self.colour { ("\x1b[2m", "\x1b[0m") } else { ("", "") };
+                let (dim, plain) = if self.colour {
+                    ("\x1b[2m", "\x1b[0m")
+                } else {
+                    ("", "")
+                };
                 report::note_part(&format!("{dim}{text}{plain}"));
                 self.in_reasoning = true;
             }

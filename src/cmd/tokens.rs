@@ -36,11 +36,18 @@ pub fn tokenize(args: &TokenizeArgs) -> Result<Outcome> {
 /// When an id is not a number of the vocabulary.
 pub fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
     let tokenizer = model::tokenizer(&model::path(args.model.as_deref())?)?;
-    let text = if args.ids.is_empty() { stdin()? } else { args.ids.join(" ") };
+    let text = if args.ids.is_empty() {
+        stdin()?
+    } else {
+        args.ids.join(" ")
+    };
     let words = text.split(|c: char| c.is_whitespace() || matches!(c, ',' | '[' | ']'));
     let mut ids = Vec::new();
     for word in words.filter(|w| !w.is_empty()) {
-        let id = word.parse::<u32>().ok().filter(|&id| (id as usize) < tokenizer.n_vocab());
+        let id = word
+            .parse::<u32>()
+            .ok()
+            .filter(|&id| (id as usize) < tokenizer.n_vocab());
         ids.push(id.ok_or_else(|| {
             UsageError(format!(
                 "`{word}` is not a token id: expected a number below {}",
@@ -54,6 +61,9 @@ pub fn detokenize(args: &DetokenizeArgs) -> Result<Outcome> {
 
 fn stdin() -> Result<String> {
     let mut text = String::new();
-    std::io::stdin().lock().read_to_string(&mut text).context("reading stdin")?;
+    std::io::stdin()
+        .lock()
+        .read_to_string(&mut text)
+        .context("reading stdin")?;
     Ok(text)
 }

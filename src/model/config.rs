@@ -112,11 +112,18 @@ impl Config {
             .optional_int("nextn_predict_layers", 0, MAX_LAYERS)?
             .map(|n| n as usize);
         // Some converters dropped the key but kept the tensors, so the tensors decide where it is absent.
-        let is_mtp = |il: usize| trunk.tensor(&format!("blk.{il}.nextn.eh_proj.weight")).is_some();
+        let is_mtp = |il: usize| {
+            trunk
+                .tensor(&format!("blk.{il}.nextn.eh_proj.weight"))
+                .is_some()
+        };
         let n_mtp = announced.unwrap_or_else(|| (0..n_block).filter(|&il| is_mtp(il)).count());
         ensure!(
             n_mtp < n_block,
-            keys.refuse("nextn_predict_layers", format!("is {n_mtp} of {n_block} layers"))
+            keys.refuse(
+                "nextn_predict_layers",
+                format!("is {n_mtp} of {n_block} layers")
+            )
         );
         let n_layer = n_block - n_mtp;
 
@@ -168,7 +175,10 @@ impl Config {
             let width = apart.int("embedding_length", 1, MAX_WIDTH)? as i64;
             ensure!(
                 width == n_embd,
-                apart.refuse("embedding_length", format!("is {width}, the model's is {n_embd}"))
+                apart.refuse(
+                    "embedding_length",
+                    format!("is {width}, the model's is {n_embd}")
+                )
             );
             // The head is a full-attention layer with the numbers of the trunk's last one.
             mtp_layer = layers.last().cloned();
@@ -286,7 +296,8 @@ impl Keys<'_> {
     }
 
     fn int(&self, key: &str, min: i128, max: i128) -> Result<i128> {
-        self.optional_int(key, min, max)?.ok_or_else(|| self.missing(key))
+        self.optional_int(key, min, max)?
+            .ok_or_else(|| self.missing(key))
     }
 
     fn float(&self, key: &str, min: f64, max: f64) -> Result<f64> {
@@ -317,7 +328,10 @@ impl Keys<'_> {
             Some(Value::Ints(values)) => {
                 ensure!(
                     values.len() >= n_block,
-                    self.refuse(key, format!("has {} values for {n_block} layers", values.len()))
+                    self.refuse(
+                        key,
+                        format!("has {} values for {n_block} layers", values.len())
+                    )
                 );
                 let checked = values[..n_block].iter();
                 checked
@@ -345,7 +359,10 @@ impl Keys<'_> {
             return Ok(v);
         }
         let all = self.per_layer("feed_forward_length", n_block, 1, MAX_WIDTH)?;
-        Ok(all.into_iter().map(|n| (n / moe.n_expert_used).max(1)).collect())
+        Ok(all
+            .into_iter()
+            .map(|n| (n / moe.n_expert_used).max(1))
+            .collect())
     }
 
     fn recurrent_layers(&self, n_block: usize, n_layer: usize) -> Result<Vec<bool>> {
@@ -359,7 +376,10 @@ impl Keys<'_> {
         if let Some(list) = listed {
             ensure!(
                 list.len() >= n_layer,
-                self.refuse(key, format!("has {} values for {n_layer} layers", list.len()))
+                self.refuse(
+                    key,
+                    format!("has {} values for {n_layer} layers", list.len())
+                )
             );
             return Ok((0..n_block)
                 .map(|il| il < n_layer && list.get(il).copied().unwrap_or(false))
@@ -404,14 +424,20 @@ impl Keys<'_> {
             inner == ssm.value_dim(),
             self.refuse(
                 "ssm.inner_size",
-                format!("is {inner}, expected {} heads of {}", ssm.n_v_heads, ssm.head_dim)
+                format!(
+                    "is {inner}, expected {} heads of {}",
+                    ssm.n_v_heads, ssm.head_dim
+                )
             )
         );
         ensure!(
             ssm.n_v_heads % ssm.n_k_heads == 0,
             self.refuse(
                 "ssm.time_step_rank",
-                format!("is {}, not a multiple of {} key heads", ssm.n_v_heads, ssm.n_k_heads)
+                format!(
+                    "is {}, not a multiple of {} key heads",
+                    ssm.n_v_heads, ssm.n_k_heads
+                )
             )
         );
         Ok(ssm)
@@ -420,14 +446,11 @@ impl Keys<'_> {
     fn moe(&self) -> Result<Moe> {
         let n_expert = self.int("expert_count", 1, 1 << 16)?;
         let n_expert_used = self.int("expert_used_count", 1, n_expert)?;
-        let n_ff_shared = match self.optional_int(
-            "expert_shared_feed_forward_length",
-            1,
-            MAX_WIDTH,
-        )? {
-            Some(n) => n,
-            None => self.int("feed_forward_length", 1, MAX_WIDTH)?,
-        };
+        let n_ff_shared =
+            match self.optional_int("expert_shared_feed_forward_length", 1, MAX_WIDTH)? {
+                Some(n) => n,
+                None => self.int("feed_forward_length", 1, MAX_WIDTH)?,
+            };
         Ok(Moe {
             n_expert: n_expert as i64,
             n_expert_used: n_expert_used as i64,

@@ -92,7 +92,10 @@ impl ModelFiles {
         file.tensors()
             .iter()
             .find(|info| {
-                let block = info.name.strip_prefix("blk.").and_then(|n| n.split_once('.'));
+                let block = info
+                    .name
+                    .strip_prefix("blk.")
+                    .and_then(|n| n.split_once('.'));
                 block.is_some_and(|(number, rest)| {
                     rest == suffix && number.bytes().all(|b| b.is_ascii_digit())
                 })
@@ -119,7 +122,11 @@ fn part_name(path: &Path, part: i128, n_parts: i128) -> Result<PathBuf> {
     let tail = format!("-of-{n_parts:05}.gguf");
     let base = name
         .strip_suffix(&tail)
-        .and_then(|head| head.len().checked_sub(6).and_then(|cut| head.split_at_checked(cut)))
+        .and_then(|head| {
+            head.len()
+                .checked_sub(6)
+                .and_then(|cut| head.split_at_checked(cut))
+        })
         .filter(|(_, no)| no.starts_with('-') && no[1..].bytes().all(|b| b.is_ascii_digit()));
     let Some((base, _)) = base else {
         anyhow::bail!(

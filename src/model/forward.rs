@@ -77,7 +77,12 @@ impl TrunkGraph {
     ) -> Result<Self> {
         let context = Context::new(node_capacity(config, 1))?;
         let ctx = &context;
-        let inputs = Inputs::new(ctx, shape.n_tokens, shape.n_kv, shape.head == HeadPass::Logits);
+        let inputs = Inputs::new(
+            ctx,
+            shape.n_tokens,
+            shape.n_kv,
+            shape.head == HeadPass::Logits,
+        );
         let pass = Pass {
             ctx,
             config,
@@ -90,7 +95,9 @@ impl TrunkGraph {
         let out_rows =
             selects.then(|| ctx.input("out_rows", DType::I32, &[shape.n_outputs as i64]));
 
-        let embd = ctx.get_rows(&model.token_embd, &inputs.tokens).named("embd");
+        let embd = ctx
+            .get_rows(&model.token_embd, &inputs.tokens)
+            .named("embd");
         let mut x = embd.clone(); // [n_embd, n_tokens]
         for (il, layer) in model.layers.iter().enumerate() {
             // The last layer's positions that nobody reads end at its attention.
@@ -214,7 +221,9 @@ impl DraftGraph {
             let token = tokens.last().unwrap_or(&input.tokens);
             let embd = ctx.get_rows(&mtp.embed_tokens, token);
             hidden = pass.head(mtp, head, &embd, &hidden);
-            let logits = pass.linear(&mtp.head, &hidden).named(format!("draft_logits-{step}"));
+            let logits = pass
+                .linear(&mtp.head, &hidden)
+                .named(format!("draft_logits-{step}"));
             ctx.output(&logits);
             let best = ctx.argmax(&logits).named(format!("draft_token-{step}"));
             ctx.output(&best);
@@ -372,7 +381,9 @@ impl Pass<'_> {
         il: usize,
     ) -> Tensor {
         let ctx = self.ctx;
-        let normed = self.rms_norm(x, &w.attn_norm).named(format!("attn_norm-{il}"));
+        let normed = self
+            .rms_norm(x, &w.attn_norm)
+            .named(format!("attn_norm-{il}"));
         let mixed = match (&w.mixer, state) {
             (Mixer::Attention(attn), LayerState::Attention(kv)) => {
                 self.attention(attn, config, kv, &self.inputs.mask, &normed, keep, il)
@@ -382,7 +393,9 @@ impl Pass<'_> {
             }
             _ => unreachable!("state and weights are made from the same configuration"),
         };
-        let x = ctx.add(&mixed, &self.kept(x, keep)).named(format!("attn_residual-{il}"));
+        let x = ctx
+            .add(&mixed, &self.kept(x, keep))
+            .named(format!("attn_residual-{il}"));
         self.feed_forward(w, &x, il)
     }
 
@@ -403,18 +416,25 @@ impl Pass<'_> {
     }
 
     /// Queries with gates, keys and values of `x`: `[2 * head_dim * n_head, n]`, `[head_dim * n_head_kv, n]` twice.
-    fn qkv(&self, w: &Attention<Tensor>, config: &LayerConfig, x: &Tensor) -> (Tensor, Tensor, Tensor) {
+    fn qkv(
+        &self,
+        w: &Attention<Tensor>,
+        config: &LayerConfig,
+        x: &Tensor,
+    ) -> (Tensor, Tensor, Tensor) {
         match &w.qkv {
-            Qkv::Separate { q, k, v } => {
-                (self.linear(q, x), self.linear(k, x), self.linear(v, x))
-            }
+            Qkv::Separate { q, k, v } => (self.linear(q, x), self.linear(k, x), self.linear(v, x)),
             Qkv::Fused(qkv) => {
                 let all = self.linear(qkv, x);
                 let n_q = 2 * self.config.head_dim * config.n_head;
                 let n_kv = self.config.head_dim * config.n_head_kv;
                 let part = |first: i64, n: i64| {
-                    let view =
-                        self.ctx.view(&all, &[n, x.ne(1)], &[all.nb(1)], first as usize * all.nb(0));
+                    let view = self.ctx.view(
+                        &all,
+                        &[n, x.ne(1)],
+                        &[all.nb(1)],
+                        first as usize * all.nb(0),
+                    );
                     // The next steps reshape, which wants no gaps.
                     self.ctx.cont(&view)
                 };
@@ -424,18 +444,31 @@ impl Pass<'_> {
     }
 
     /// Keys and values of `x` go to the cells of this pass.
-    fn store(&self, w: &Attention<Tensor>, config: &LayerConfig, cache: &KvCache, k: &Tensor, v: &Tensor, il: usize) {
+    fn store(
+        &self,
+        w: &Attention<Tensor>,
+        config: &LayerConfig,
+        cache: &KvCache,
+        k: &Tensor,
+        v: &Tensor,
+        il: usize,
+    ) {
         let (ctx, head_dim, n) = (self.ctx, self.config.head_dim, k.ne(1));
         let k = ctx.reshape(k, &[head_dim, config.n_head_kv, n]);
         let k = self.rms_norm(&k, &w.k_norm);
-        let k = ctx.rope(&k, &self.inputs.positions, &self.config.rope).named(format!("k-{il}"));
+        let k = ctx
+            .rope(&k, &self.inputs.positions, &self.config.rope)
+            .named(format!("k-{il}"));
         let k = ctx.reshape(&k, &[head_dim * config.n_head_kv, n]);
         ctx.expand(&ctx.set_rows(&cache.k, &k, &self.inputs.cells));
         ctx.expand(&ctx.set_rows(&cache.v, v, &self.inputs.cells));
     }
 
     /// Gated full attention: `[n_embd, n]` in and out.
-    #[expect(clippy::too_many_arguments, reason = "weights, numbers, state and inputs of one block")]
+    #[expect(
+        clippy::too_many_arguments,
+        reason = "weights, numbers, state and inputs of one block"
+    )]
     fn attention(
         &self,
         w: &Attention<Tensor>,
@@ -454,16 +487,25 @@ impl Pass<'_> {
         // Per head the query's values and then the gate's.
         let head_bytes = 2 * head_dim as usize * q_gate.nb(0);
         let half = |offset: usize| {
-            ctx.view(&q_gate, &[head_dim, n_head, n], &[head_bytes, q_gate.nb(1)], offset)
+            ctx.view(
+                &q_gate,
+                &[head_dim, n_head, n],
+                &[head_bytes, q_gate.nb(1)],
+                offset,
+            )
         };
         let q = self.rms_norm(&half(0), &w.q_norm); // [head_dim, n_head, n]
-        let q = ctx.rope(&q, &self.inputs.positions, &self.config.rope).named(format!("q-{il}"));
+        let q = ctx
+            .rope(&q, &self.inputs.positions, &self.config.rope)
+            .named(format!("q-{il}"));
         let q = ctx.permute(&q, [0, 2, 1, 3]); // [head_dim, n, n_head]
 
         let k = self.cells(&cache.k, config.n_head_kv); // [head_dim, n_kv, n_head_kv, n_seqs]
         let v = self.cells(&cache.v, config.n_head_kv);
         let scale = 1.0 / (head_dim as f32).sqrt();
-        let out = ctx.flash_attn(&q, &k, &v, mask, scale).named(format!("attn_out-{il}"));
+        let out = ctx
+            .flash_attn(&q, &k, &v, mask, scale)
+            .named(format!("attn_out-{il}"));
         let out = ctx.reshape(&out, &[head_dim * n_head, n]);
 
         let gate = ctx.cont(&half(head_bytes / 2));
@@ -507,7 +549,9 @@ impl Pass<'_> {
             n as usize * window.nb(0),
         );
         ctx.expand(&ctx.cpy(&next, &state.conv));
-        let conv = ctx.silu(&ctx.ssm_conv(&window, &w.conv1d)).named(format!("conv-{il}")); // [conv_dim, n, n_seqs]
+        let conv = ctx
+            .silu(&ctx.ssm_conv(&window, &w.conv1d))
+            .named(format!("conv-{il}")); // [conv_dim, n, n_seqs]
 
         let heads = |first: i64, n_heads: i64| {
             ctx.view(
@@ -520,7 +564,9 @@ impl Pass<'_> {
         // Queries and keys lie side by side, so one norm serves both. x / sqrt(sum(x^2) + eps) is an RMS norm
         // with eps / size, divided by sqrt(size); ggml's own L2 norm has another form of eps.
         let qk = ctx.rms_norm(&heads(0, 2 * n_k), self.config.rms_eps / size as f32);
-        let qk = ctx.scale(&qk, 1.0 / (size as f32).sqrt()).named(format!("qk-{il}"));
+        let qk = ctx
+            .scale(&qk, 1.0 / (size as f32).sqrt())
+            .named(format!("qk-{il}"));
         let half = |first: i64| {
             ctx.view(
                 &qk,
@@ -543,8 +589,12 @@ impl Pass<'_> {
         // The new state follows the outputs. The copy comes first after the operation: Metal and CUDA fuse it.
         let (element, n_out) = (out.nb(0), (size * n_v * n * N_SEQS) as usize);
         let d = size * size * n_v;
-        let new_state =
-            ctx.view(&out, &[d, N_SEQS, 1], &[d as usize * element; 2], n_out * element);
+        let new_state = ctx.view(
+            &out,
+            &[d, N_SEQS, 1],
+            &[d as usize * element; 2],
+            n_out * element,
+        );
         let kept = ctx.view(&state.s, &[d, N_SEQS, 1], &[d as usize * element; 2], 0);
         ctx.expand(&ctx.cpy(&new_state, &kept));
 
@@ -558,7 +608,8 @@ impl Pass<'_> {
         let z = ctx.reshape(&self.linear(&w.gate, x), &[size, n_v, n, N_SEQS]);
         let out = ctx.mul(&self.rms_norm(&out, &w.norm), &ctx.silu(&z));
         let out = ctx.reshape(&out, &[ssm.value_dim(), self.n_tokens]);
-        self.linear(&w.output, &out).named(format!("delta_net_out-{il}"))
+        self.linear(&w.output, &out)
+            .named(format!("delta_net_out-{il}"))
     }
 
     /// `down(silu(gate(x)) * up(x))`
@@ -571,10 +622,15 @@ impl Pass<'_> {
     fn moe(&self, w: &Moe<Tensor>, x: &Tensor, il: usize) -> Tensor {
         let ctx = self.ctx;
         let (n_embd, n) = (x.ne(0), x.ne(1));
-        let (n_expert, n_used) = self.config.moe.map_or((1, 1), |m| (m.n_expert, m.n_expert_used));
+        let (n_expert, n_used) = self
+            .config
+            .moe
+            .map_or((1, 1), |m| (m.n_expert, m.n_expert_used));
 
         let probs = ctx.soft_max(&self.linear(&w.gate_inp, x)); // [n_expert, n]
-        let chosen = ctx.argsort_top_k(&probs, n_used).named(format!("experts-{il}")); // [n_used, n]
+        let chosen = ctx
+            .argsort_top_k(&probs, n_used)
+            .named(format!("experts-{il}")); // [n_used, n]
         let weights = ctx.get_rows(&ctx.reshape(&probs, &[1, n_expert, n]), &chosen);
         let weights = ctx.reshape(&weights, &[n_used, n]);
         // The smallest F16 keeps the division finite.
@@ -608,14 +664,16 @@ impl Pass<'_> {
 
         let shared = self.swiglu(&w.gate_shexp, &w.up_shexp, &w.down_shexp, x);
         let share = ctx.sigmoid(&self.linear(&w.gate_inp_shexp, x)); // [1, n]
-        ctx.add(&routed, &ctx.mul(&shared, &share)).named(format!("moe_out-{il}"))
+        ctx.add(&routed, &ctx.mul(&shared, &share))
+            .named(format!("moe_out-{il}"))
     }
 
     /// `eh_proj([enorm(e); hnorm(h)])`: what goes into the draft head's layer.
     fn head_input(&self, w: &Mtp<Tensor>, embd: &Tensor, hidden: &Tensor) -> Tensor {
         let e = self.rms_norm(embd, &w.enorm);
         let h = self.rms_norm(hidden, &w.hnorm);
-        self.linear(&w.eh_proj, &self.ctx.concat(&e, &h, 0)).named("head_in")
+        self.linear(&w.eh_proj, &self.ctx.concat(&e, &h, 0))
+            .named("head_in")
     }
 
     /// The draft head over embeddings and hidden states `[n_embd, n]`: its normed output `[n_embd, n]`, which
@@ -671,7 +729,12 @@ impl Pass<'_> {
             }
             None
         };
-        let last = ctx.view(hidden, &[n_embd, 1], &[hidden.nb(1)], (n - 1) as usize * hidden.nb(1));
+        let last = ctx.view(
+            hidden,
+            &[n_embd, 1],
+            &[hidden.nb(1)],
+            (n - 1) as usize * hidden.nb(1),
+        );
         ctx.expand(&ctx.cpy(&last, &state.hidden));
         logits
     }

@@ -190,15 +190,19 @@ impl MtpStatus {
                 .count()
         };
         let (on, reason) = match (&files.config.mtp, files.mtp_tensor("nextn.eh_proj.weight")) {
-            (Some(_), Some((file, _))) if std::ptr::eq(file, files.main()) => {
-                (true, format!("the file has an MTP block of {} tensors", tensors()))
-            }
-            (Some(_), Some((file, _))) => {
-                (true, format!("the MTP block is in {}", file.path().display()))
-            }
+            (Some(_), Some((file, _))) if std::ptr::eq(file, files.main()) => (
+                true,
+                format!("the file has an MTP block of {} tensors", tensors()),
+            ),
+            (Some(_), Some((file, _))) => (
+                true,
+                format!("the MTP block is in {}", file.path().display()),
+            ),
             (Some(_), None) => (
                 false,
-                format!("the MTP block is announced, but `blk.{block}.nextn.eh_proj.weight` is missing"),
+                format!(
+                    "the MTP block is announced, but `blk.{block}.nextn.eh_proj.weight` is missing"
+                ),
             ),
             (None, _) => (false, "the file has no MTP block".to_owned()),
         };
@@ -286,7 +290,10 @@ impl<'a> Plan<'a> {
 
     /// Bytes of the draft head's own tensors.
     pub fn mtp_bytes(&self) -> usize {
-        self.wanted[self.n_trunk..].iter().map(|w| w.info.bytes).sum()
+        self.wanted[self.n_trunk..]
+            .iter()
+            .map(|w| w.info.bytes)
+            .sum()
     }
 }
 

@@ -1,0 +1,589 @@
+//! Whole commands on the demo model, as a shell or a script sees them.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+
+use std::io::Write;
+use std::process::{Command, Output, Stdio};
+
+use serde_json::Value;
+use support::demo;
+
+/// The program without this machine's configuration, on the demo model.
+fn qrun() -> Command {
+    let mut command = plain();
+    command.env("QRUN_MODEL", demo());
+    command
+}
+
+fn plain() -> Command {
+    let mut command = Command::new(assert_cmd::cargo::cargo_bin!("qrun"));
+    command
+        .env("QRUN_CONFIG", "")
+        .env_remove("QRUN_MODEL")
+        .env("QRUN_THREADS", "2")
+        .stdin(Stdio::null());
+    command
+}
+
+fn run(command: &mut Command) -> Output {
+    command.output().unwrap()
+}
+
+fn stdout(output: &Output) -> String {
+    String::from_utf8(output.stdout.clone()).unwrap()
+}
+
+fn stderr(output: &Output) -> String {
+    String::from_utf8(output.stderr.clone()).unwrap()
+}
+
+fn code(output: &Output) -> i32 {
+    output.status.code().unwrap()
+}
+
+/// Runs with text on stdin.
+fn piped(command: &mut Command, input: &[u8]) -> Output {
+    let mut child = command
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    child.stdin.take().unwrap().write_all(input).unwrap();
+    child.wait_with_output().unwrap()
+}
+
+const CAPITAL: [&str; 4] = ["-p", "What is the capital of France?", "--greedy", "-n40"];
+
+#[test]
+fn stdout_is_the_answer_and_stderr_is_silent() {
+    let output = run(qrun().args(CAPITAL));
+    assert_eq!(stdout(&output), "The capital of France is Paris.\n");
+    assert_eq!(stderr(&output), "");
+    assert_eq!(code(&output), 0);
+}
+
+#[test]
+fn without_a_model_the_demo_is_used_and_named() {
+    let output = run(plain().args(CAPITAL));
+    assert_eq!(stdout(&output), "The capital of France is Paris.\n");
+    assert!(
+        stderr(&output).starts_with("using the demo model ")
+            && stderr(&output).lines().count() == 1
+    );
+}
+
+#[test]
+fn raw_goes_on_from_the_text() {
+    let output = run(qrun().args(["--raw", "-p", "Once upon a time", "--greedy", "-n8"]));
+    assert!(
+        stdout(&output).starts_with(" there was "),
+        "{}",
+        stdout(&output)
+    );
+}
+
+#[test]
+fn stdin_follows_the_prompt() {
+    let together = run(qrun().args([
+        "-p",
+        "Say this:\n\nhello there",
+        "--greedy",
+        "-n20",
+        "--json",
+    ]));
+    let apart = piped(
+        qrun().args(["-p", "Say this:", "--greedy", "-n20", "--json"]),
+        b"hello there",
+    );
+    let ids =
+        |o: &Output| serde_json::from_str::<Value>(&stdout(o)).unwrap()["prompt_tokens"].clone();
+    assert_eq!(ids(&together), ids(&apart));
+    let alone = piped(
+        qrun().args(["--greedy", "-n20"]),
+        b"What is the capital of France?",
+    );
+    assert_eq!(stdout(&alone), "The capital of France is Paris.\n");
+}
+
+#[test]
+fn no_prompt_is_wrong_usage_never_a_chat() {
+    let output = run(&mut qrun());
+    assert_eq!((code(&output), stdout(&output).as_str()), (2, ""));
+    assert!(stderr(&output).contains("no prompt"), "{}", stderr(&output));
+}
+
+#[test]
+fn wrong_usage_is_exit_code_2() {
+    for args in [
+        &["--no-such-flag"][..],
+        &["-p", "x", "--top-p", "1.5"],
+        &["-p", "x", "--temp", "nan"],
+        &["-p", "x", "--samplers", "nonsense"],
+        &["-p", "x", "-ctk", "q9"],
+        &["-p", "x", "--json", "--jsonl"],
+        &["-p", "x", "--json-schema", "{"],
+        &["detokenize", "9999999"],
+    ] {
+        let output = run(qrun().args(args));
+        assert_eq!(code(&output), 2, "{args:?}: {}", stderr(&output));
+        assert_eq!(stdout(&output), "", "{args:?}");
+    }
+}
+
+#[test]
+fn a_model_that_cannot_be_used_is_one_line_and_exit_code_1() {
+    let folder = tempfile::tempdir().unwrap();
+    let cut = folder.path().join("cut.gguf");
+    let bytes = std::fs::read(demo()).unwrap();
+    std::fs::write(&cut, &bytes[..bytes.len() / 2]).unwrap();
+    let text = folder.path().join("text.gguf");
+    std::fs::write(&text, "hello").unwrap();
+    for path in [
+        cut.as_path(),
+        text.as_path(),
+        folder.path(),
+        &folder.path().join("missing.gguf"),
+    ] {
+        for args in [
+            &["-p", "x", "-m"][..],
+            &["inspect"],
+            &["tokenize", "x", "-m"],
+        ] {
+            let output = run(plain().args(args).arg(path));
+            assert_eq!(code(&output), 1, "{args:?} {}", stderr(&output));
+            let message = stderr(&output);
+            assert_eq!(message.lines().count(), 1, "{message}");
+            assert!(
+                message.starts_with("error: ") && message.contains(path.to_str().unwrap()),
+                "{message}"
+            );
+        }
+    }
+}
+
+#[test]
+fn the_same_seed_gives_the_same_text() {
+    let ask = |seed: &str| {
+        let args = [
+            "-p",
+            "Tell me a story.",
+            "--temp",
+            "1",
+            "--top-k",
+            "0",
+            "-n40",
+            "--seed",
+            seed,
+        ];
+        stdout(&run(qrun().args(args)))
+    };
+    assert_eq!(ask("7"), ask("7"));
+    assert_ne!(ask("7"), ask("8"));
+}
+
+#[test]
+fn json_holds_ids_counts_and_timings() {
+    let output = run(qrun().args(CAPITAL).arg("--json"));
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(object["text"], "The capital of France is Paris.");
+    assert_eq!(object["finish_reason"], "stop");
+    assert_eq!(
+        object["counts"]["prompt"],
+        object["prompt_tokens"].as_array().unwrap().len()
+    );
+    assert_eq!(
+        object["counts"]["output"],
+        object["output_tokens"].as_array().unwrap().len()
+    );
+    assert!(object["timings"]["decode_tps"].as_f64().unwrap() > 0.0);
+    assert_eq!(object["sampler"]["temp"], 0.0);
+}
+
+#[test]
+fn the_token_limit_is_kept_and_said() {
+    let output = run(qrun().args(["-p", "Tell me a story.", "--greedy", "-n5", "--json"]));
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(
+        (&object["finish_reason"], &object["counts"]["output"]),
+        (&"length".into(), &5.into())
+    );
+    let output = run(qrun().args(["-p", "x", "-n0"]));
+    assert_eq!((code(&output), stdout(&output).as_str()), (0, ""));
+}
+
+#[test]
+fn the_context_limit_ends_the_answer_or_refuses_the_prompt() {
+    let args = [
+        "-p",
+        "Tell me a story.",
+        "--greedy",
+        "--ignore-eos",
+        "-c64",
+        "--json",
+    ];
+    let object: Value = serde_json::from_str(&stdout(&run(qrun().args(args)))).unwrap();
+    assert_eq!(object["finish_reason"], "length");
+    let n = |key: &str| object["counts"][key].as_u64().unwrap();
+    assert_eq!(
+        n("prompt") + n("output"),
+        64 + 1,
+        "the last token needs no room"
+    );
+    let output = run(qrun().args(["-p", "Tell me a story.", "-c8"]));
+    assert_eq!(code(&output), 1);
+    assert!(
+        stderr(&output).contains("context of 8"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn jsonl_events_add_up_to_the_answer() {
+    let output = run(qrun().args(CAPITAL).arg("--jsonl"));
+    let events: Vec<Value> = stdout(&output)
+        .lines()
+        .map(|l| serde_json::from_str(l).unwrap())
+        .collect();
+    let text: String = events
+        .iter()
+        .filter(|e| e["type"] == "text")
+        .map(|e| e["text"].as_str().unwrap().to_owned())
+        .collect();
+    let last = events.last().unwrap();
+    assert_eq!(
+        (&last["type"], &last["text"]),
+        (&"done".into(), &text.as_str().into())
+    );
+}
+
+#[test]
+fn thinking_is_kept_apart() {
+    let args = ["-p", "What is 17 + 25?", "--think", "--greedy", "-n200"];
+    let output = run(qrun().args(args).arg("--json"));
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert!(
+        object["reasoning"].as_str().unwrap().contains("17"),
+        "{object}"
+    );
+    assert!(object["text"].as_str().unwrap().contains("42"), "{object}");
+    assert!(
+        !object["text"].as_str().unwrap().contains("think>"),
+        "{object}"
+    );
+    let shown = run(qrun().args(args).arg("--show-thinking"));
+    assert_eq!(stdout(&shown).trim_end(), object["text"].as_str().unwrap());
+    assert!(stderr(&shown).contains(object["reasoning"].as_str().unwrap()));
+    let silent = run(qrun().args(args));
+    assert_eq!(stderr(&silent), "");
+}
+
+#[test]
+fn the_thinking_budget_closes_the_block() {
+    let args = [
+        "-p",
+        "What is 17 + 25?",
+        "--think",
+        "--greedy",
+        "-n80",
+        "--reasoning-budget",
+        "5",
+        "--json",
+    ];
+    let object: Value = serde_json::from_str(&stdout(&run(qrun().args(args)))).unwrap();
+    assert!(
+        object["counts"]["reasoning"].as_u64().unwrap() <= 7,
+        "{object}"
+    );
+    let text = object["text"].as_str().unwrap();
+    assert!(!text.is_empty() && !text.contains("think>"), "{object}");
+}
+
+#[test]
+fn a_stop_string_ends_the_answer_before_it() {
+    let output = run(qrun().args(CAPITAL).args(["--stop", " is"]));
+    assert_eq!(stdout(&output), "The capital of France\n");
+}
+
+#[test]
+fn a_schema_gives_valid_json() {
+    let schema = r#"{"type":"object","properties":{"animal":{"type":"string","maxLength":12},"legs":{"type":"integer"}},
+        "required":["animal","legs"],"additionalProperties":false}"#;
+    for (seed, thinking) in [("1", "--no-think"), ("2", "--think"), ("3", "--no-think")] {
+        let args = [
+            "-p",
+            "Describe an animal.",
+            "--json-schema",
+            schema,
+            "--seed",
+            seed,
+            thinking,
+            "--json",
+            "-n300",
+        ];
+        let object: Value = serde_json::from_str(&stdout(&run(qrun().args(args)))).unwrap();
+        if object["grammar_complete"] == true {
+            let value: Value = serde_json::from_str(object["text"].as_str().unwrap()).unwrap();
+            assert!(
+                value["animal"].is_string() && value["legs"].is_i64(),
+                "{value}"
+            );
+        } else {
+            assert_eq!(object["finish_reason"], "length", "{object}");
+        }
+    }
+    let cut = run(qrun().args([
+        "-p",
+        "x",
+        "--json-schema",
+        "{\"type\":\"object\",\"required\":[\"a\"]}",
+        "-n1",
+    ]));
+    assert!(
+        stderr(&cut).contains("cut before its grammar was complete"),
+        "{}",
+        stderr(&cut)
+    );
+}
+
+#[test]
+fn a_grammar_is_kept() {
+    let args = [
+        "-p",
+        "Yes or no?",
+        "--grammar",
+        "start: \"yes\" | \"no\"",
+        "--no-think",
+        "-n20",
+    ];
+    let answer = stdout(&run(qrun().args(args)));
+    assert!(["yes", "no"].contains(&answer.trim_end()), "{answer}");
+}
+
+#[test]
+fn many_prompts_are_answered_in_order_and_resumed() {
+    let folder = tempfile::tempdir().unwrap();
+    let prompts = folder.path().join("prompts.txt");
+    let answers = folder.path().join("answers.jsonl");
+    let lines = "What is the capital of France?\n{\"prompt\": \"What is 2 + 3?\"}\n\nWhat is the capital of Italy?\n";
+    std::fs::write(&prompts, lines).unwrap();
+    let ask = |extra: &[&str]| {
+        let mut command = qrun();
+        command
+            .args(["--greedy", "-n30", "--prompts"])
+            .arg(&prompts)
+            .args(extra);
+        run(&mut command)
+    };
+    let all = stdout(&ask(&[]));
+    let texts: Vec<Value> = all
+        .lines()
+        .map(|l| serde_json::from_str(l).unwrap())
+        .collect();
+    assert_eq!(texts.len(), 3);
+    assert_eq!(texts[0]["text"], "The capital of France is Paris.");
+    assert!(texts[2]["text"].as_str().unwrap().contains("Rome"));
+
+    // One answer and half of the second are there already.
+    let first = all.lines().next().unwrap();
+    std::fs::write(&answers, format!("{first}\n{{\"index\": 1, \"te")).unwrap();
+    let output = ask(&["--output", answers.to_str().unwrap(), "--resume"]);
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let resumed = std::fs::read_to_string(&answers).unwrap();
+    assert_eq!(resumed.lines().next().unwrap(), first);
+    let index = |line: &str| {
+        serde_json::from_str::<Value>(line).unwrap()["index"]
+            .as_u64()
+            .unwrap()
+    };
+    assert_eq!(resumed.lines().map(index).collect::<Vec<_>>(), [0, 1, 2]);
+}
+
+#[test]
+fn a_reader_that_leaves_is_no_error() {
+    let mut child = qrun()
+        .args([
+            "-p",
+            "Tell me a story.",
+            "--greedy",
+            "--ignore-eos",
+            "-n400",
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    drop(child.stdout.take());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!((code(&output), stderr(&output).as_str()), (0, ""));
+}
+
+#[cfg(unix)]
+#[test]
+fn an_interrupt_ends_cleanly_with_what_there_is() {
+    use std::io::Read;
+    let mut child = qrun()
+        .args([
+            "-p",
+            "Tell me a story.",
+            "--greedy",
+            "--ignore-eos",
+            "-n4000",
+        ])
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let mut first = [0u8; 1];
+    child
+        .stdout
+        .as_mut()
+        .unwrap()
+        .read_exact(&mut first)
+        .unwrap();
+    let kill = Command::new("kill")
+        .args(["-INT", &child.id().to_string()])
+        .status()
+        .unwrap();
+    assert!(kill.success());
+    let output = child.wait_with_output().unwrap();
+    assert_eq!(code(&output), 130);
+    assert!(stdout(&output).ends_with('\n'));
+    assert_eq!(stderr(&output), "");
+}
+
+#[test]
+fn tokens_and_back() {
+    let output = run(qrun().args(["tokenize", "--json", "Hello, wörld!"]));
+    let ids: Vec<u32> = serde_json::from_str(&stdout(&output)).unwrap();
+    let back = run(qrun()
+        .arg("detokenize")
+        .args(ids.iter().map(u32::to_string)));
+    assert_eq!(stdout(&back), "Hello, wörld!\n");
+    let from_pipe = piped(
+        qrun().args(["tokenize", "--json"]),
+        "Hello, wörld!".as_bytes(),
+    );
+    assert_eq!(stdout(&from_pipe), stdout(&output));
+    let back = piped(qrun().arg("detokenize"), stdout(&output).as_bytes());
+    assert_eq!(stdout(&back), "Hello, wörld!\n");
+    let special = run(qrun().args(["tokenize", "--json", "<|im_end|>"]));
+    assert_eq!(stdout(&special), "[8161]\n");
+    let literal = run(qrun().args(["tokenize", "--json", "--no-parse-special", "<|im_end|>"]));
+    assert_ne!(stdout(&literal), "[8161]\n");
+}
+
+#[test]
+fn inspect_tells_what_is_in_the_file() {
+    let text = stdout(&run(qrun().arg("inspect").arg(demo())));
+    assert!(
+        text.contains("MTP           on, because the file has an MTP block of 15 tensors"),
+        "{text}"
+    );
+    let output = run(qrun().args(["inspect", "--json"]).arg(demo()));
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(object["architecture"], "qwen35");
+    assert_eq!(object["mtp"]["on"], true);
+    assert_eq!(object["metadata"]["qwen35.block_count"], 9);
+    assert_eq!(object["tensors"].as_array().unwrap().len(), 123);
+}
+
+#[test]
+fn perplexity_is_measured() {
+    let folder = tempfile::tempdir().unwrap();
+    let text = folder.path().join("text.txt");
+    let story = run(qrun().args([
+        "-p",
+        "Tell me a story about a fox named Pip.",
+        "--greedy",
+        "-n400",
+    ]));
+    std::fs::write(&text, stdout(&story)).unwrap();
+    let output = run(qrun()
+        .args(["perplexity", "-c64", "--json", "--token-logprobs", "-f"])
+        .arg(&text));
+    let object: Value = serde_json::from_str(&stdout(&output)).expect(&stderr(&output));
+    let perplexity = object["perplexity"].as_f64().unwrap();
+    assert!(
+        (1.0..20.0).contains(&perplexity),
+        "the model's own text: {perplexity}"
+    );
+    let logprobs = object["token_logprobs"].as_array().unwrap();
+    assert_eq!(logprobs.len() as u64, object["tokens"].as_u64().unwrap());
+    let mean = logprobs
+        .iter()
+        .map(|t| -t["logprob"].as_f64().unwrap())
+        .sum::<f64>()
+        / logprobs.len() as f64;
+    assert!((mean.exp() - perplexity).abs() < 1e-6 * perplexity);
+    let short = run(qrun().args(["perplexity", "-f"]).arg(&text));
+    assert_eq!(code(&short), if stdout(&short).is_empty() { 1 } else { 0 });
+}
+
+#[test]
+fn the_configuration_file_gives_defaults() {
+    let folder = tempfile::tempdir().unwrap();
+    let config = folder.path().join("config.toml");
+    std::fs::write(
+        &config,
+        "greedy = true\nn-predict = 3\nstop = [\"x\", \"y\"]\n",
+    )
+    .unwrap();
+    let mut with_file = qrun();
+    with_file
+        .env("QRUN_CONFIG", &config)
+        .args(["-p", "Tell me a story.", "--json"]);
+    let object: Value = serde_json::from_str(&stdout(&run(&mut with_file))).unwrap();
+    assert_eq!(
+        (&object["counts"]["output"], &object["sampler"]["temp"]),
+        (&3.into(), &0.0.into())
+    );
+    let object: Value = serde_json::from_str(&stdout(&run(with_file.arg("-n2")))).unwrap();
+    assert_eq!(object["counts"]["output"], 2, "flags win");
+    std::fs::write(&config, "nonsense").unwrap();
+    let output = run(&mut with_file);
+    assert_eq!(code(&output), 1);
+    assert!(
+        stderr(&output).contains("config.toml: not valid TOML"),
+        "{}",
+        stderr(&output)
+    );
+}
+
+#[test]
+fn help_version_completions_and_man_page() {
+    let long = stdout(&run(plain().arg("--help")));
+    for word in [
+        "--reasoning-budget",
+        "--json-schema",
+        "Examples:",
+        "Exit codes:",
+        "-ctk",
+    ] {
+        assert!(long.contains(word), "{word} is not in the help");
+    }
+    let short = stdout(&run(plain().arg("-h")));
+    assert!(short.len() < long.len() && !short.contains("Examples:"));
+    assert!(stdout(&run(plain().arg("--version"))).contains("ggml"));
+    assert!(stdout(&run(plain().args(["completions", "bash"]))).contains("--reasoning-budget"));
+    assert!(stdout(&run(plain().arg("man"))).contains(".TH qrun"));
+}
+
+#[test]
+fn devices_are_listed_and_unknown_ones_refused() {
+    let output = run(plain().arg("--list-devices"));
+    assert!(
+        stdout(&output).lines().any(|l| l.starts_with("CPU\t")),
+        "{}",
+        stdout(&output)
+    );
+    let output = run(qrun().args(["-p", "x", "--device", "nonsense"]));
+    assert_eq!(code(&output), 1);
+    assert!(
+        stderr(&output).contains("no device `nonsense`; there are:"),
+        "{}",
+        stderr(&output)
+    );
+}
