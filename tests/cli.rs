@@ -504,7 +504,8 @@ fn perplexity_is_measured() {
     let output = run(qrun()
         .args(["perplexity", "-c64", "--json", "--token-logprobs", "-f"])
         .arg(&text));
-    let object: Value = serde_json::from_str(&stdout(&output)).expect(&stderr(&output));
+    let object: Value =
+        serde_json::from_str(&stdout(&output)).unwrap_or_else(|_| panic!("{}", stderr(&output)));
     let perplexity = object["perplexity"].as_f64().unwrap();
     assert!(
         (1.0..20.0).contains(&perplexity),

@@ -57,6 +57,15 @@ struct Inputs {
     mask: Tensor,
     /// As `mask`, without cell 0, which the draft head leaves unused.
     head_mask: Option<Tensor>,
+    scratch: Scratch,
+}
+
+/// Memory in which inputs are put together, kept so that nothing is allocated per token.
+#[derive(Default)]
+struct Scratch {
+    ids: Vec<i32>,
+    cells: Vec<i64>,
+    mask: Vec<u8>,
 }
 
 /// Binary16 of 0 and of minus infinity.
@@ -259,7 +268,7 @@ impl DraftGraph {
     /// # Errors
     /// When the device fails.
     pub fn compute(&mut self, token: u32, n_past: usize) -> Result<Vec<u32>> {
-        for (step, input) in self.inputs.iter().enumerate() {
+        for (step, input) in self.inputs.iter_mut().enumerate() {
             // Later steps take their token from the graph and ignore this one.
             input.set(&[token], n_past + step)?;
         }
@@ -304,32 +313,39 @@ impl Inputs {
             cells: ctx.input("cells", DType::I64, &[n]),
             mask: ctx.input("mask", DType::F16, &[n_kv, n]),
             head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
+            scratch: Scratch::default(),
         }
     }
 
     /// Sets what is allocated: a graph that does not use an input gives it no memory.
-    fn set(&self, tokens: &[u32], n_past: usize) -> Result<()> {
+    fn set(&mut self, tokens: &[u32], n_past: usize) -> Result<()> {
         let n = tokens.len();
-        let ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
+        let scratch = &mut self.scratch;
         if self.tokens.is_allocated() {
-            self.tokens.write(&ids)?;
+            scratch.ids.clear();
+            scratch.ids.extend(tokens.iter().map(|&t| t as i32));
+            self.tokens.write(&scratch.ids)?;
         }
-        // Text moves along all three axes alike.
-        let time = (n_past as i32)..(n_past + n) as i32;
-        let mut positions: Vec<i32> = time.clone().chain(time.clone()).chain(time).collect();
-        positions.resize(4 * n, 0);
         if self.positions.is_allocated() {
-            self.positions.write(&positions)?;
+            // Text moves along time, height and width alike; the fourth row is unused.
+            let time = (n_past as i32)..(n_past + n) as i32;
+            scratch.ids.clear();
+            scratch
+                .ids
+                .extend(time.clone().chain(time.clone()).chain(time));
+            scratch.ids.resize(4 * n, 0);
+            self.positions.write(&scratch.ids)?;
         }
-        let cells: Vec<i64> = (n_past as i64..(n_past + n) as i64).collect();
         if self.cells.is_allocated() {
-            self.cells.write(&cells)?;
+            scratch.cells.clear();
+            scratch.cells.extend(n_past as i64..(n_past + n) as i64);
+            self.cells.write(&scratch.cells)?;
         }
         if self.mask.is_allocated() {
-            write_mask(&self.mask, n_past, 0)?;
+            write_mask(&self.mask, n_past, 0, &mut scratch.mask)?;
         }
         if let Some(mask) = &self.head_mask {
-            write_mask(mask, n_past, 1)?;
+            write_mask(mask, n_past, 1, &mut scratch.mask)?;
         }
         Ok(())
     }
@@ -337,15 +353,22 @@ impl Inputs {
 
 /// Lets the token in row `i` see the cells `first..=n_past + i`. Row 0 of an empty context would see nothing when
 /// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
-fn write_mask(mask: &Tensor, n_past: usize, first: usize) -> Result<()> {
+fn write_mask(mask: &Tensor, n_past: usize, first: usize, bytes: &mut Vec<u8>) -> Result<()> {
     let (n_kv, n) = (mask.ne(0) as usize, mask.ne(1) as usize);
-    let mut values = vec![HIDDEN; n_kv * n];
-    for (i, row) in values.chunks_exact_mut(n_kv).enumerate() {
-        let last = n_past + i;
-        row[first.min(last)..=last].fill(VISIBLE);
+    bytes.clear();
+    for row in 0..n {
+        let last = n_past + row;
+        let first = first.min(last);
+        let cell = |cell| {
+            if (first..=last).contains(&cell) {
+                VISIBLE
+            } else {
+                HIDDEN
+            }
+        };
+        bytes.extend((0..n_kv).flat_map(|i| u16::to_le_bytes(cell(i))));
     }
-    let bytes: Vec<u8> = values.iter().flat_map(|v| v.to_le_bytes()).collect();
-    mask.write_bytes(0, &bytes)?;
+    mask.write_bytes(0, bytes)?;
     Ok(())
 }
 
