@@ -6,6 +6,7 @@
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::{Duration, Instant};
 
 use ggml_metal::{Backend, DType};
 
@@ -137,6 +138,7 @@ pub struct Session {
     draft: Option<DraftGraph>,
     logits: Vec<f32>,
     head_logits: Vec<f32>,
+    compute_time: Duration,
 }
 
 impl Session {
@@ -173,6 +175,7 @@ impl Session {
             draft: None,
             logits: Vec::new(),
             head_logits: Vec::new(),
+            compute_time: Duration::ZERO,
             engine,
         })
     }
@@ -203,6 +206,11 @@ impl Session {
         let trunk = self.graphs.iter().map(|g| g.graph().compute_bytes());
         let draft = self.draft.iter().map(|g| g.graph().compute_bytes());
         (kv, recurrent, trunk.chain(draft).sum())
+    }
+
+    /// What all passes so far took, without building graphs, copying results and choosing tokens.
+    pub fn compute_time(&self) -> Duration {
+        self.compute_time
     }
 
     /// Processes `tokens` in chunks and returns the logits asked for, rows of `n_vocab`.
@@ -276,7 +284,9 @@ impl Session {
                 head,
             };
             let graph = self.graph(shape)?;
+            let start = Instant::now();
             graph.compute(chunk, n_past, &[chunk.len() as i32 - 1])?;
+            self.compute_time += start.elapsed();
             let first = self.logits.len();
             // The graph just used is the last in the list.
             if let Some(graph) = self.graphs.last() {
