@@ -9,7 +9,7 @@ use std::path::PathBuf;
 use std::sync::Arc;
 
 use ggml_metal::DType;
-use qrun::engine::Engine;
+use qrun::engine::{Engine, EngineParams};
 use qrun::session::{EvalError, Outputs, Session, SessionParams};
 use qrun::state::{KV_TYPES, KvTypes};
 use support::*;
@@ -33,7 +33,13 @@ fn made(variant: &Variant) -> Model {
 }
 
 fn opened(path: PathBuf, folder: tempfile::TempDir) -> Model {
-    let engine = engine(&path);
+    // One thread: several wait for each other by spinning, which is slow on a machine that does other work too.
+    let params = EngineParams {
+        device: Some("CPU".to_owned()),
+        n_threads: Some(1),
+        ..EngineParams::default()
+    };
+    let engine = Engine::load(&path, &params, &mut |_, _| {}).unwrap();
     Model {
         n_vocab: engine.config().n_vocab as usize,
         engine,
@@ -41,8 +47,20 @@ fn opened(path: PathBuf, folder: tempfile::TempDir) -> Model {
     }
 }
 
+/// The demo model with its weights in F32. Products with quantized weights round the activations too, and a
+/// difference in the last bit of one becomes a visible one where it crosses a rounding border.
+fn demo_in_f32() -> Variant {
+    let mut variant = Variant::read(&demo());
+    for tensor in &mut variant.tensors {
+        let values = tensor.dtype.dequantize(&tensor.data).unwrap();
+        tensor.data = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        tensor.dtype = DType::F32;
+    }
+    variant
+}
+
 fn demo_model() -> Model {
-    opened(demo(), tempfile::tempdir().unwrap())
+    made(&demo_in_f32())
 }
 
 fn models() -> Vec<Model> {
@@ -104,7 +122,7 @@ fn assert_heads_close(a: &[f32], b: &[f32], n_vocab: usize) {
 
 #[test]
 fn the_logits_do_not_depend_on_the_chunks() {
-    for (model, n) in models().into_iter().zip([290, 160, 160]) {
+    for (model, n) in models().into_iter().zip([150, 290, 160]) {
         let tokens = model.tokens(n, 1);
         let mut whole = model.session();
         let (trunk, head) = whole.eval_with_head(&tokens, &never()).unwrap();
@@ -149,6 +167,45 @@ fn the_logits_do_not_depend_on_the_chunks() {
             assert_eq!(session.tokens(), tokens);
         }
     }
+}
+
+#[test]
+fn quantized_weights_give_the_same_bits_up_to_width_seven() {
+    let model = opened(demo(), tempfile::tempdir().unwrap());
+    let tokens = model.tokens(150, 16);
+    let mut single = model.batched(1);
+    let (trunk, head) = single.eval_with_head(&tokens, &never()).unwrap();
+    for n_batch in [2, 3, 7] {
+        let mut chunked = model.batched(n_batch);
+        let (t, h) = chunked.eval_with_head(&tokens, &never()).unwrap();
+        assert_eq!(max_diff(trunk, t), 0.0, "{n_batch}");
+        assert_eq!(max_diff(&head[model.n_vocab..], &h[model.n_vocab..]), 0.0, "{n_batch}");
+    }
+    // Wider passes round elsewhere: the distributions stay close, single logits need not.
+    let mut wide = model.session();
+    let (t, _) = wide.eval_with_head(&tokens, &never()).unwrap();
+    let rows = trunk.chunks(model.n_vocab).zip(t.chunks(model.n_vocab));
+    let kl = rows.map(|(p, q)| divergence(p, q)).sum::<f64>() / tokens.len() as f64;
+    println!("mean KL of one chunk against single tokens: {kl:.2e}");
+    // Measured 1.6e-3, on tokens that mean nothing.
+    assert!(kl < 5e-3, "{kl}");
+}
+
+/// Kullback-Leibler divergence of the distributions that two rows of logits give.
+fn divergence(p: &[f32], q: &[f32]) -> f64 {
+    let log_sum = |row: &[f32]| {
+        let max = row.iter().copied().fold(f32::MIN, f32::max);
+        let sum = row.iter().map(|&v| f64::from(v - max).exp()).sum::<f64>();
+        f64::from(max) + sum.ln()
+    };
+    let (all_p, all_q) = (log_sum(p), log_sum(q));
+    let pairs = p.iter().zip(q);
+    pairs
+        .map(|(&p, &q)| {
+            let (p, q) = (f64::from(p) - all_p, f64::from(q) - all_q);
+            p.exp() * (p - q)
+        })
+        .sum()
 }
 
 #[test]
@@ -390,7 +447,7 @@ fn cancelling_leaves_a_session_that_goes_on() {
         std::thread::sleep(std::time::Duration::from_millis(30));
         canceller.cancel();
     });
-    let stopped = session.eval(&tokens, Outputs::Last, &cancel);
+    let stopped = session.eval(&tokens, Outputs::Last, &cancel).map(|_| ());
     thread.join().unwrap();
     let n_past = session.n_past();
     match stopped {
@@ -485,11 +542,10 @@ fn values_that_are_not_numbers_end_the_turn_with_a_name() {
     for (bits, norm) in [
         (f32::NAN, "blk.0.attn_norm.weight"),
         (f32::INFINITY, "output_norm.weight"),
-        (f32::NAN, "blk.3.attn_k_norm.weight"),
+        (f32::NAN, "blk.3.post_attention_norm.weight"),
     ] {
-        let mut damaged = Variant::read(&demo());
+        let mut damaged = demo_in_f32();
         let tensor = damaged.tensor_mut(norm);
-        assert_eq!(tensor.dtype, DType::F32);
         tensor.data[..4].copy_from_slice(&bits.to_le_bytes());
         let model = made(&damaged);
         let mut session = model.session();
