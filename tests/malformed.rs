@@ -36,8 +36,14 @@ fn attempt(path: &Path) -> Result<(), String> {
         Err(error) => {
             let message = format!("{error:#}");
             let name = path.file_name().unwrap().to_string_lossy();
-            assert!(message.contains(&*name), "does not name the file: {message:?}");
-            assert!(!message.chars().any(char::is_control), "not one line: {message:?}");
+            assert!(
+                message.contains(&*name),
+                "does not name the file: {message:?}"
+            );
+            assert!(
+                !message.chars().any(char::is_control),
+                "not one line: {message:?}"
+            );
             assert!(message.len() < 2000, "{} bytes: {message}", message.len());
             return Err(message);
         }
@@ -76,8 +82,14 @@ impl Bench {
         self.folder.path().join("hostile.gguf")
     }
 
-    fn bytes(&self, bytes: &[u8]) -> Result<(), String> {
+    /// Some file systems wait for the disk when a file is overwritten, none when it is new.
+    fn write(&self, bytes: &[u8]) {
+        let _ = std::fs::remove_file(self.path());
         std::fs::write(self.path(), bytes).unwrap();
+    }
+
+    fn bytes(&self, bytes: &[u8]) -> Result<(), String> {
+        self.write(bytes);
         attempt(&self.path())
     }
 
@@ -98,7 +110,10 @@ impl Drop for Bench {
         let Ok(status) = std::fs::read_to_string("/proc/self/status") else {
             return;
         };
-        let peak = status.lines().find_map(|line| line.strip_prefix("VmHWM:")).unwrap();
+        let peak = status
+            .lines()
+            .find_map(|line| line.strip_prefix("VmHWM:"))
+            .unwrap();
         let kib: u64 = peak.trim().trim_end_matches(" kB").parse().unwrap();
         println!("peak memory {} MiB", kib / 1024);
         if !std::thread::panicking() {
@@ -142,7 +157,10 @@ fn bad_headers_are_refused() {
     bench.refused(b"GGU", "is not a GGUF file");
     bench.refused(b"GGUF", "is cut short");
     bench.refused(&whole()[..23], "is cut short");
-    bench.refused(b"PK\x03\x04 and more than twenty-four bytes", "is not a GGUF file");
+    bench.refused(
+        b"PK\x03\x04 and more than twenty-four bytes",
+        "is not a GGUF file",
+    );
     bench.refused(&patched(0, b"FUGG"), "is not a GGUF file");
     for version in [0u32, 1, 4, 1000, 3u32.swap_bytes(), u32::MAX] {
         bench.refused(&patched(4, &version.to_le_bytes()), "version");
@@ -166,7 +184,11 @@ fn a_file_cut_short_anywhere_is_refused() {
     cuts.extend((0..40).map(|i| header + i * (file.len() - header) / 40));
     cuts.extend([1, 2, 3].map(|n| file.len() - n));
     for cut in cuts {
-        assert!(bench.bytes(&file[..cut]).is_err(), "cut at {cut} of {}", file.len());
+        assert!(
+            bench.bytes(&file[..cut]).is_err(),
+            "cut at {cut} of {}",
+            file.len()
+        );
     }
     bench.refused(&file[..file.len() - 1], "cut short");
 }
@@ -220,14 +242,40 @@ fn bad_values_are_refused() {
         };
         changed(key, Value::Int(value), related);
     }
-    for sections in [vec![], vec![0, 0, 0, 0], vec![3, 3], vec![-1, 4, 4, 0], vec![16, 16, 16, 0]] {
-        changed("rope.dimension_sections", Value::Ints(sections), "dimension_sections");
+    for sections in [
+        vec![],
+        vec![0, 0, 0, 0],
+        vec![3, 3],
+        vec![-1, 4, 4, 0],
+        vec![16, 16, 16, 0],
+    ] {
+        changed(
+            "rope.dimension_sections",
+            Value::Ints(sections),
+            "dimension_sections",
+        );
     }
-    changed("attention.head_count", Value::Ints(vec![4, 4]), "head_count");
-    changed("attention.head_count", Value::Ints(vec![4, 4, 4, 0, 4]), "head_count");
-    changed("attention.recurrent_layers", Value::Bools(vec![true]), "recurrent_layers");
+    changed(
+        "attention.head_count",
+        Value::Ints(vec![4, 4]),
+        "head_count",
+    );
+    changed(
+        "attention.head_count",
+        Value::Ints(vec![4, 4, 4, 0, 4]),
+        "head_count",
+    );
+    changed(
+        "attention.recurrent_layers",
+        Value::Bools(vec![true]),
+        "recurrent_layers",
+    );
     for value in [f64::NAN, f64::INFINITY, -1.0] {
-        changed("attention.layer_norm_rms_epsilon", Value::Float(value), "rms_epsilon");
+        changed(
+            "attention.layer_norm_rms_epsilon",
+            Value::Float(value),
+            "rms_epsilon",
+        );
         changed("rope.freq_base", Value::Float(value), "freq_base");
     }
 }
@@ -253,6 +301,10 @@ fn every_key_is_needed_or_has_a_default_and_its_type_is_checked() {
             let short = key.split_once('.').unwrap().1;
             match bench.variant(&without) {
                 Ok(()) => assert!(optional.contains(&short), "{key}"),
+                // The default of an expert's width is a share of the dense one, which tensors here do not have.
+                Err(message) if moe && optional.contains(&short) => {
+                    assert!(message.contains("expected"), "{message}");
+                }
                 Err(message) => assert!(message.contains(short), "{message}"),
             }
             let mut wrong = base.clone();
@@ -284,7 +336,19 @@ fn extreme_numbers_neither_panic_nor_abort() {
             match value {
                 Value::Int(old) => {
                     let near = [old - 1, old + 1, old * 2, old / 2].map(i128::from);
-                    let far = [0, 1, -1, 2, 3, 31, 33, 1 << 10, 1 << 16, 1 << 20, (1 << 31) - 1];
+                    let far = [
+                        0,
+                        1,
+                        -1,
+                        2,
+                        3,
+                        31,
+                        33,
+                        1 << 10,
+                        1 << 16,
+                        1 << 20,
+                        (1 << 31) - 1,
+                    ];
                     let out = [1 << 31, 1 << 32, 1 << 62, -(1 << 62)];
                     for v in near.into_iter().chain(far).chain(out) {
                         changed(Value::Int(v));
@@ -320,13 +384,17 @@ fn every_tensor_is_needed_and_its_shape_and_type_are_checked() {
             let mut without = base.clone();
             without.tensors.remove(at);
             match bench.variant(&without) {
-                Ok(()) => assert!(name.contains("eh_proj") || name.contains("shared_head"), "{name}"),
+                Ok(()) => assert!(
+                    name.contains("eh_proj") || name.contains("shared_head"),
+                    "{name}"
+                ),
                 Err(message) => {
                     let part = name.rsplit("blk.4.").next().unwrap();
                     assert!(message.contains(part), "{message}, expected {part}");
                 }
             }
-            // Wider, with an extra dimension, and with dimensions exchanged.
+            // Wider (but for the embedding, whose rows say how many tokens there are), with an extra dimension,
+            // and with dimensions exchanged.
             let shape = base.tensors[at].shape.clone();
             let mut wider = shape.clone();
             *wider.last_mut().unwrap() *= 2;
@@ -338,7 +406,12 @@ fn every_tensor_is_needed_and_its_shape_and_type_are_checked() {
                 let n = shape.iter().product::<i64>() as usize;
                 tensor.data.resize(4 * n, 0);
                 tensor.shape = shape;
-                bench.refused(&other.to_bytes(32).0, if name == "token_embd.weight" { "" } else { &name });
+                let file = other.to_bytes(32).0;
+                if name == "token_embd.weight" && other.tensors[at].shape.len() == 2 {
+                    bench.bytes(&file).unwrap();
+                } else {
+                    bench.refused(&file, &name);
+                }
             }
             if shape.len() > 1 && shape[0] != shape[1] {
                 let mut turned = base.clone();
@@ -381,7 +454,14 @@ fn bad_tensor_descriptions_are_refused() {
     }
     for n in [0i64, -1, i64::MIN, i64::MAX, 1 << 62, 1 << 40] {
         assert!(bench.bytes(&patched(shape, &n.to_le_bytes())).is_err());
-        assert!(bench.bytes(&patched(shape, &[n.to_le_bytes(), n.to_le_bytes()].concat())).is_err());
+        assert!(
+            bench
+                .bytes(&patched(
+                    shape,
+                    &[n.to_le_bytes(), n.to_le_bytes()].concat()
+                ))
+                .is_err()
+        );
     }
     for number in [4u32, 5, 31, 99, 9999, u32::MAX] {
         bench.refused(&patched(dtype, &number.to_le_bytes()), "type");
@@ -399,7 +479,9 @@ fn bad_tensor_descriptions_are_refused() {
     // Names with control characters stay on one line, and long ones are cut.
     for name in ["two\nlines\x1b[2J", &"long".repeat(100_000)] {
         let mut named = synthetic(false);
-        named.metadata.extend(vec![(name.to_owned(), Value::Int(1)); 2]);
+        named
+            .metadata
+            .extend(vec![(name.to_owned(), Value::Int(1)); 2]);
         assert!(bench.variant(&named).is_err());
         let mut named = synthetic(false);
         named.tensors[0].name = name.to_owned();
@@ -429,8 +511,16 @@ fn foreign_files_and_parts_are_refused() {
         variant.set(key, value);
         bench.refused(&variant.to_bytes(32).0, why);
     };
-    changed("general.architecture", Value::Str("llama".to_owned()), "`llama`");
-    changed("general.architecture", Value::Str(String::new()), "architecture");
+    changed(
+        "general.architecture",
+        Value::Str("llama".to_owned()),
+        "`llama`",
+    );
+    changed(
+        "general.architecture",
+        Value::Str(String::new()),
+        "architecture",
+    );
     changed("split.count", Value::Int(1_000_000), "split.count");
     changed("split.count", Value::Int(i64::MAX.into()), "split.count");
     changed("split.count", Value::Int(3), "parts");
@@ -459,11 +549,17 @@ fn what_is_not_a_regular_file_is_refused() {
     let error = attempt(bench.folder.path()).unwrap_err();
     assert!(error.contains("is a directory"), "{error}");
     let error = attempt(&bench.folder.path().join("absent.gguf")).unwrap_err();
-    assert!(error.contains("No such file") || error.contains("cannot find"), "{error}");
+    assert!(
+        error.contains("No such file") || error.contains("cannot find"),
+        "{error}"
+    );
     #[cfg(unix)]
     {
         let pipe = bench.folder.path().join("pipe.gguf");
-        let made = std::process::Command::new("mkfifo").arg(&pipe).status().unwrap();
+        let made = std::process::Command::new("mkfifo")
+            .arg(&pipe)
+            .status()
+            .unwrap();
         assert!(made.success());
         let error = attempt(&pipe).unwrap_err();
         assert!(error.contains("is not a regular file"), "{error}");
@@ -493,7 +589,7 @@ const EDGES: [u64; 16] = [
 /// Changes the file somewhere before the tensors' data.
 fn mutate(file: &mut Vec<u8>, header: usize, fields: &[usize], random: &mut Random) {
     let at = random.below(header);
-    match random.below(7) {
+    match random.below(12) {
         0 => file[at] ^= 1 << random.below(8),
         1 => file[at] = random.next() as u8,
         2 => {
@@ -539,10 +635,10 @@ fn thousands_of_mutations_neither_panic_nor_abort() {
         for seed in 0..2000 {
             let mut random = Random(seed);
             let mut file = whole.clone();
-            for _ in 0..1 + random.below(3) {
+            for _ in 0..1 + random.below(2) {
                 mutate(&mut file, header, &fields, &mut random);
             }
-            std::fs::write(bench.path(), &file).unwrap();
+            bench.write(&file);
             let outcome = std::panic::catch_unwind(|| attempt(&bench.path()));
             match outcome {
                 Ok(Ok(())) => accepted += 1,
@@ -552,5 +648,8 @@ fn thousands_of_mutations_neither_panic_nor_abort() {
         }
     }
     println!("{refused} refused, {accepted} accepted");
-    assert!(refused > 1000 && accepted > 100, "{refused} refused, {accepted} accepted");
+    assert!(
+        refused > 1000 && accepted > 50,
+        "{refused} refused, {accepted} accepted"
+    );
 }

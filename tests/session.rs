@@ -179,7 +179,11 @@ fn quantized_weights_give_the_same_bits_up_to_width_seven() {
         let mut chunked = model.batched(n_batch);
         let (t, h) = chunked.eval_with_head(&tokens, &never()).unwrap();
         assert_eq!(max_diff(trunk, t), 0.0, "{n_batch}");
-        assert_eq!(max_diff(&head[model.n_vocab..], &h[model.n_vocab..]), 0.0, "{n_batch}");
+        assert_eq!(
+            max_diff(&head[model.n_vocab..], &h[model.n_vocab..]),
+            0.0,
+            "{n_batch}"
+        );
     }
     // Wider passes round elsewhere: the distributions stay close, single logits need not.
     let mut wide = model.session();

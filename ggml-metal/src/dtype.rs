@@ -48,7 +48,7 @@ impl DType {
 
     /// Its number in GGUF files.
     pub fn number(self) -> u32 {
-        self.0 as u32
+        self.0
     }
 
     /// Elements in one block; 1 for plain types, 0 for numbers that ggml retired.
