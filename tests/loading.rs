@@ -21,7 +21,7 @@ const PROMPT: [u32; 12] = [3, 1, 4, 1, 5, 9, 2, 6, 5, 3, 5, 8];
 fn load(path: &Path, mtp: Option<&Path>) -> anyhow::Result<Arc<Engine>> {
     let params = EngineParams {
         device: Some("CPU".to_owned()),
-        n_threads: Some(2),
+        n_threads: Some(1),
         mtp: mtp.map(Path::to_owned),
         ..EngineParams::default()
     };
