@@ -442,7 +442,9 @@ fn unaligned_tensors_are_copied_instead_of_mapped() {
         let files = ModelFiles::open(&path, None).unwrap();
         let plan = Plan::make(&files).unwrap();
         assert!(
-            plan.wanted.iter().any(|w| !w.info.offset.is_multiple_of(32)),
+            plan.wanted
+                .iter()
+                .any(|w| !w.info.offset.is_multiple_of(32)),
             "the test moves some"
         );
         let engine = load(&path, None).unwrap();
