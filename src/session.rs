@@ -16,6 +16,8 @@ use crate::state::{KV_PAD, KvTypes, SavedState, State};
 
 /// Graphs kept for reuse: one for decoding, and some widths of prompt chunks.
 const MAX_GRAPHS: usize = 6;
+/// Positions are 32-bit numbers on the device.
+const MAX_CTX: usize = 1 << 30;
 /// Cells allocated at first; doubled as the context fills.
 const FIRST_CELLS: usize = 1024;
 
@@ -152,6 +154,11 @@ impl Session {
         if params.n_ctx == 0 {
             params.n_ctx = config.n_ctx_train;
         }
+        anyhow::ensure!(
+            params.n_ctx <= MAX_CTX,
+            "a context of {} tokens is more than the {MAX_CTX} that can be counted; lower `-c`",
+            params.n_ctx
+        );
         params.n_batch = params.n_batch.max(1);
         anyhow::ensure!(
             !params.mtp || engine.mtp_status().on,
@@ -260,10 +267,7 @@ impl Session {
     ) -> Result<(), EvalError> {
         self.logits.clear();
         self.head_logits.clear();
-        let n_vocab = self.engine.config().n_vocab;
-        if let Some(&token) = tokens.iter().find(|&&t| i64::from(t) >= n_vocab) {
-            return Err(EvalError::UnknownToken { token, n_vocab });
-        }
+        self.check_tokens(tokens)?;
         self.make_room(tokens.len())?;
 
         let n_chunks = tokens.len().div_ceil(self.params.n_batch);
@@ -305,6 +309,11 @@ impl Session {
     /// # Errors
     /// See [`EvalError`]; also when the session does not keep up the draft head.
     pub fn draft(&mut self, token: u32, depth: usize) -> Result<(Vec<u32>, &[f32]), EvalError> {
+        self.check_tokens(&[token])?;
+        self.head_logits.clear();
+        if depth == 0 {
+            return Ok((Vec::new(), &self.head_logits));
+        }
         self.make_room(depth)?;
         let n_past = self.n_past();
         let n_kv = (n_past + depth).next_multiple_of(KV_PAD);
@@ -325,7 +334,6 @@ impl Session {
             )));
         };
         let drafted = graph.compute(token, n_past)?;
-        self.head_logits.clear();
         graph.read_logits(&mut self.head_logits)?;
         Ok((drafted, &self.head_logits))
     }
@@ -344,10 +352,20 @@ impl Session {
     /// Puts a snapshot back, whatever the session holds now.
     ///
     /// # Errors
-    /// When it comes from a session of another shape, or memory runs out.
+    /// When it comes from a session of another shape, or is longer than this one's limit: the session then stays
+    /// as it was. When memory runs out.
     pub fn restore(&mut self, snapshot: &Snapshot) -> Result<(), EvalError> {
+        self.state.check_shape(&snapshot.state)?;
+        let (n_past, n_ctx) = (snapshot.tokens.len(), self.params.n_ctx);
+        if n_past > n_ctx {
+            return Err(EvalError::ContextFull {
+                n_past: 0,
+                n_new: n_past,
+                n_ctx,
+            });
+        }
         self.tokens.clear();
-        self.make_room(snapshot.tokens.len())?;
+        self.make_room(n_past)?;
         self.state.load(&snapshot.state)?;
         self.tokens.clone_from(&snapshot.tokens);
         Ok(())
@@ -364,6 +382,14 @@ impl Session {
 
     fn backend(&self) -> &Backend {
         &self.engine.backends()[0]
+    }
+
+    fn check_tokens(&self, tokens: &[u32]) -> Result<(), EvalError> {
+        let n_vocab = self.engine.config().n_vocab;
+        match tokens.iter().find(|&&t| i64::from(t) >= n_vocab) {
+            Some(&token) => Err(EvalError::UnknownToken { token, n_vocab }),
+            None => Ok(()),
+        }
     }
 
     fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {

@@ -13,6 +13,19 @@ pub const N_SEQS: i64 = 1;
 /// Attention looks at a multiple of this many cells, so that a graph serves as many tokens.
 pub const KV_PAD: usize = 256;
 
+/// Types that keys and values can have: those that rows can be written to and attention can read.
+pub const KV_TYPES: [DType; 9] = [
+    DType::F32,
+    DType::F16,
+    DType::BF16,
+    DType::Q8_0,
+    DType::Q5_1,
+    DType::Q5_0,
+    DType::Q4_1,
+    DType::Q4_0,
+    DType::IQ4_NL,
+];
+
 /// The state of one sequence.
 pub struct State {
     /// One entry a trunk layer.
@@ -76,6 +89,11 @@ impl State {
         head: bool,
     ) -> Result<Self> {
         for dtype in [types.k, types.v] {
+            ensure!(
+                KV_TYPES.contains(&dtype),
+                "keys and values cannot be {dtype}; choose one of {}",
+                KV_TYPES.map(DType::name).join(", ")
+            );
             ensure!(
                 config.head_dim % dtype.block_size() as i64 == 0,
                 "heads of {} values do not fill whole blocks of {dtype} ({}); choose another key and value type",
@@ -177,7 +195,32 @@ impl State {
         for tensor in rows {
             parts.push(read(tensor, n_past * tensor.nb(1))?);
         }
-        Ok(SavedState { n_past, parts })
+        Ok(SavedState {
+            n_past,
+            form: self.form(),
+            parts,
+        })
+    }
+
+    /// Type and bytes of every tensor, of one row where the number of rows grows.
+    fn form(&self) -> Vec<(DType, usize)> {
+        let (whole, rows) = self.tensors();
+        let whole = whole.into_iter().map(|t| (t.dtype(), t.bytes()));
+        whole
+            .chain(rows.into_iter().map(|t| (t.dtype(), t.nb(1))))
+            .collect()
+    }
+
+    /// Checks that a saved state can be put back here, given enough room.
+    ///
+    /// # Errors
+    /// When it was saved from a state of another shape or with other types.
+    pub fn check_shape(&self, saved: &SavedState) -> Result<()> {
+        ensure!(
+            saved.form == self.form(),
+            "the saved state has another shape or other key and value types than this session's"
+        );
+        Ok(())
     }
 
     /// Puts a saved state back; there must be room for its tokens.
@@ -185,11 +228,14 @@ impl State {
     /// # Errors
     /// When it was saved from a state of another shape, or the device cannot be written.
     pub fn load(&mut self, saved: &SavedState) -> Result<()> {
-        let (whole, rows) = self.tensors();
+        self.check_shape(saved)?;
         ensure!(
-            saved.parts.len() == whole.len() + rows.len() && saved.n_past <= self.n_cells,
-            "the saved state has another shape than this session's"
+            saved.n_past <= self.n_cells,
+            "the saved state has {} tokens, this session room for {}",
+            saved.n_past,
+            self.n_cells
         );
+        let (whole, rows) = self.tensors();
         for (tensor, part) in whole.into_iter().chain(rows).zip(&saved.parts) {
             tensor.write_bytes(0, part)?;
         }
@@ -221,6 +267,7 @@ fn read(tensor: &Tensor, bytes: usize) -> Result<Vec<u8>> {
 #[derive(Clone)]
 pub struct SavedState {
     n_past: usize,
+    form: Vec<(DType, usize)>,
     parts: Vec<Vec<u8>>,
 }
 

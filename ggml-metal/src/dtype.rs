@@ -46,6 +46,11 @@ impl DType {
             .find(|t| t.block_size() > 0 && t.name().eq_ignore_ascii_case(name))
     }
 
+    /// Its number in GGUF files.
+    pub fn number(self) -> u32 {
+        self.0
+    }
+
     /// Elements in one block; 1 for plain types, 0 for numbers that ggml retired.
     pub fn block_size(self) -> usize {
         // SAFETY: the number is below GGML_TYPE_COUNT.
@@ -69,9 +74,11 @@ impl DType {
         unsafe { ggml::ggml_is_quantized(self.0) }
     }
 
-    /// True for types that can hold a weight matrix: floats up to 32 bits and the quantized types.
+    /// True for types that can hold a weight matrix: floats up to 32 bits and the quantized types, without those
+    /// that ggml only makes of activations and cannot multiply with.
     pub fn is_weight(self) -> bool {
-        self.is_quantized() || matches!(self, Self::F32 | Self::F16 | Self::BF16)
+        let activations = matches!(self.0, ggml::GGML_TYPE_Q8_1 | ggml::GGML_TYPE_Q8_K);
+        (self.is_quantized() && !activations) || matches!(self, Self::F32 | Self::F16 | Self::BF16)
     }
 
     /// True where [`DType::quantize`] needs an importance matrix to give usable results.

@@ -2,6 +2,24 @@
 
 use std::path::PathBuf;
 
+/// Text from a file, fit for a message of one line: control characters escaped, cut where it is long.
+pub fn one_line(text: &str) -> String {
+    const MAX_CHARS: usize = 300;
+    let mut out = String::new();
+    for (i, c) in text.chars().enumerate() {
+        if i == MAX_CHARS {
+            out.push('…');
+            break;
+        }
+        if c.is_control() {
+            out.extend(c.escape_default());
+        } else {
+            out.push(c);
+        }
+    }
+    out
+}
+
 /// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 pub enum Error {

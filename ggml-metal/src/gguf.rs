@@ -12,6 +12,9 @@ use std::sync::Arc;
 
 use crate::{DType, Error, FileMap, log};
 
+/// ggml's reader believes this key, its writer does not: a file with it would not be laid out as it says.
+const ALIGNMENT_KEY: &str = "general.alignment";
+
 /// Where a tensor lies in a file.
 #[derive(Clone, Debug, PartialEq, Eq)]
 pub struct TensorInfo {
@@ -152,16 +155,17 @@ impl Gguf {
                     ggml::gguf_get_tensor_offset(raw, id),
                 )
             };
+            let shown = crate::error::one_line(&name);
             let offset = data_offset.checked_add(relative);
             let end = offset.and_then(|o| o.checked_add(bytes_in_tensor));
             let (Some(offset), Some(end)) = (offset, end) else {
                 return Err(refuse(format!(
-                    "tensor `{name}`: its offset is out of range"
+                    "tensor `{shown}`: its offset is out of range"
                 )));
             };
             if end > bytes.len() {
                 return Err(refuse(format!(
-                    "tensor `{name}` ends at byte {end}, the file has {}; it is cut short, fetch it again",
+                    "tensor `{shown}` ends at byte {end}, the file has {}; it is cut short, fetch it again",
                     bytes.len()
                 )));
             }
@@ -331,18 +335,23 @@ impl GgufWriter {
         })
     }
 
-    /// Takes over all metadata of an open file.
+    /// Takes over all metadata of an open file but its alignment, which is this writer's own.
     pub fn copy_metadata(&mut self, from: &Gguf) {
         // SAFETY: both contexts are alive.
         unsafe { ggml::gguf_set_kv(self.context.0, from.context.0) }
+        self.remove(ALIGNMENT_KEY);
     }
 
     /// Sets a key to a value: integers become `u32` where they fit, else `i64`; floats `f32`.
     ///
     /// # Errors
-    /// When a text holds a zero byte, which the format's C readers cannot represent.
+    /// When a key is empty or a text holds a zero byte, which the format's C readers cannot represent; when the
+    /// key is `general.alignment`, because tensors are laid out at the default one.
     pub fn set(&mut self, key: &str, value: &Value) -> Result<(), Error> {
         let raw = self.context.0;
+        if key.is_empty() || key == ALIGNMENT_KEY {
+            return Err(Error::Quantize(format!("the key `{key}` cannot be set")));
+        }
         let c_key = c_string(key)?;
         let key = c_key.as_ptr();
         // SAFETY: the context is alive; strings and arrays live through each call, which copies them.

@@ -150,6 +150,7 @@ impl Context {
             && shape.iter().all(|&n| n > 0)
             && block > 0
             && shape[0] % block == 0
+            && has_countable_bytes(shape, dtype)
             && self.room() > SPARE_TENSORS;
         if !valid {
             self.mistake.borrow_mut().get_or_insert(Error::Graph {
@@ -291,7 +292,7 @@ impl Context {
     /// `a * factor`.
     pub fn scale(&self, a: &Tensor, factor: f32) -> Tensor {
         // SAFETY: see get_rows.
-        self.op("scale", &[a], a.rows_are_contiguous(), |c| unsafe {
+        self.op("scale", &[a], padded(a), |c| unsafe {
             ggml::ggml_scale(c, a.as_ptr(), factor)
         })
     }
@@ -338,7 +339,10 @@ impl Context {
 
     /// `silu(gate) * up`.
     pub fn swiglu(&self, gate: &Tensor, up: &Tensor) -> Tensor {
-        let fits = gate.shape() == up.shape() && gate.dtype() == up.dtype();
+        let fits = gate.shape() == up.shape()
+            && gate.dtype() == up.dtype()
+            && gate.rows_are_evenly_spaced()
+            && up.rows_are_evenly_spaced();
         // SAFETY: see get_rows.
         self.op("swiglu", &[gate, up], fits, |c| unsafe {
             ggml::ggml_swiglu_split(c, gate.as_ptr(), up.as_ptr())
@@ -416,18 +420,16 @@ impl Context {
         let row = shape
             .first()
             .map_or(0, |&n| a.dtype().row_bytes(n.max(0) as usize));
-        let extent = shape
-            .iter()
-            .skip(1)
-            .zip(strides)
-            .map(|(&n, &stride)| (n.max(1) as usize - 1) * stride)
-            .sum::<usize>()
-            + row;
+        let further = shape.iter().skip(1).zip(strides);
+        let end = further
+            .map(|(&n, &stride)| (n.max(1) as usize - 1).checked_mul(stride))
+            .try_fold(row, |sum, bytes| sum.checked_add(bytes?))
+            .and_then(|extent| extent.checked_add(offset));
         let fits = (1..=4).contains(&shape.len())
             && strides.len() + 1 == shape.len()
             && shape.iter().all(|&n| n > 0)
             && shape[0] % a.dtype().block_size() as i64 == 0
-            && offset + extent <= a.bytes();
+            && end.is_some_and(|end| end <= a.bytes());
         // SAFETY: see get_rows; the window lies inside the data of `a`.
         self.op("view", &[a], fits, |c| unsafe {
             let (p, n) = (a.as_ptr(), shape);
@@ -447,7 +449,8 @@ impl Context {
         let fits = (1..=4).contains(&shape.len())
             && a.is_contiguous()
             && shape.iter().all(|&n| n > 0)
-            && shape.iter().product::<i64>() as usize == a.n_elements();
+            && shape.iter().try_fold(1i64, |all, &n| all.checked_mul(n))
+                == Some(a.n_elements() as i64);
         // SAFETY: see get_rows.
         self.op("reshape", &[a], fits, |c| unsafe {
             let (p, n) = (a.as_ptr(), shape);
@@ -512,6 +515,8 @@ impl Context {
             && rope.n_dims > 0
             && rope.n_dims % 2 == 0
             && i64::from(rope.n_dims) <= a.ne(0)
+            && (1..=a.ne(0)).contains(&rope.sections.iter().map(|&n| i64::from(n)).sum())
+            && rope.sections.iter().all(|&n| n >= 0)
             && a.ne(3) == 1;
         let mut sections = rope.sections;
         // SAFETY: see get_rows; sections holds the four numbers that ggml reads.
@@ -590,6 +595,8 @@ impl Context {
             && kernel.ne(3) == 1
             && x.ne(1) == kernel.ne(1)
             && x.ne(0) >= kernel.ne(0)
+            && x.is_contiguous()
+            && kernel.is_contiguous()
             && x.dtype() == DType::F32
             && kernel.dtype() == DType::F32;
         // SAFETY: see get_rows.
@@ -647,6 +654,20 @@ impl Context {
 /// True where `small` can be repeated to the shape of `large`.
 fn repeats(small: &Tensor, large: &Tensor) -> bool {
     small.dtype() == large.dtype() && (0..4).all(|i| large.ne(i) % small.ne(i) == 0)
+}
+
+/// True where rows lie side by side without gaps between them, whatever follows each row's last element.
+fn padded(a: &Tensor) -> bool {
+    let slice = a.nb(1) * a.ne(1) as usize;
+    a.nb(0) == a.dtype().block_bytes() && a.nb(2) == slice && a.nb(3) == slice * a.ne(2) as usize
+}
+
+/// True where a tensor's bytes can be counted; C would multiply until it wraps round.
+fn has_countable_bytes(shape: &[i64], dtype: DType) -> bool {
+    let bytes = shape
+        .iter()
+        .try_fold(dtype.block_bytes() as i64, |all, &n| all.checked_mul(n));
+    bytes.is_some_and(|n| n < i64::MAX / 2)
 }
 
 /// A graph with its memory: inputs can be set, it can be computed again and again, outputs can be read.
@@ -845,6 +866,44 @@ mod tests {
             error.contains("mul_mat(a)") && error.contains("[3, 2, 1, 1]"),
             "{error}"
         );
+    }
+
+    #[test]
+    fn layouts_that_c_would_abort_on_are_errors() {
+        let refused = |build: &dyn Fn(&Context) -> Tensor| {
+            let context = Context::new(32).unwrap();
+            context.output(&build(&context));
+            Graph::new(context, &[cpu()]).is_err()
+        };
+        let cut = |c: &Context| {
+            let a = c.input("a", DType::F32, &[8, 3, 2]);
+            c.view(&a, &[4, 2, 2], &[a.nb(1), a.nb(2)], 0)
+        };
+        assert!(refused(
+            &|c| c.swiglu(&cut(c), &c.input("b", DType::F32, &[4, 2, 2]))
+        ));
+        assert!(refused(&|c| c.scale(&cut(c), 2.0)));
+        assert!(!refused(&|c| c.silu(&cut(c))));
+        assert!(refused(&|c| c.view(&cut(c), &[4, 2], &[usize::MAX], 0)));
+        assert!(refused(&|c| c.view(&cut(c), &[4], &[], usize::MAX)));
+        assert!(refused(&|c| c.input(
+            "huge",
+            DType::F32,
+            &[1 << 40, 1 << 30]
+        )));
+        let rope = |sections| Rope {
+            n_dims: 8,
+            sections,
+            freq_base: 1e4,
+            n_ctx_orig: 64,
+        };
+        let turned = |c: &Context, sections| {
+            let a = c.input("a", DType::F32, &[8, 1, 1]);
+            c.rope(&a, &c.input("p", DType::I32, &[4]), &rope(sections))
+        };
+        assert!(!refused(&|c| turned(c, [2, 1, 1, 0])));
+        assert!(refused(&|c| turned(c, [4, 4, 4, 0])));
+        assert!(refused(&|c| turned(c, [0; 4])));
     }
 
     #[test]

@@ -58,7 +58,7 @@ pub(crate) fn take() -> String {
     if lines.is_empty() {
         return String::new();
     }
-    format!(": {}", lines.join("; "))
+    format!(": {}", crate::error::one_line(&lines.join("; ")))
 }
 
 fn lock() -> std::sync::MutexGuard<'static, State> {

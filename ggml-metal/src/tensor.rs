@@ -263,6 +263,15 @@ impl Tensor {
         unsafe { ggml::ggml_is_contiguous_rows(self.as_ptr()) }
     }
 
+    /// True where elements of each row lie side by side and all rows are the same distance apart.
+    pub fn rows_are_evenly_spaced(&self) -> bool {
+        let (ne, nb) = (self.get().ne, self.get().nb);
+        let slice = nb[1].checked_mul(ne[1] as usize);
+        self.rows_are_contiguous()
+            && (ne[2] == 1 || Some(nb[2]) == slice)
+            && (ne[3] == 1 || Some(nb[3]) == slice.and_then(|s| s.checked_mul(ne[2] as usize)))
+    }
+
     /// True where the whole tensor lies without gaps.
     pub fn is_contiguous(&self) -> bool {
         // SAFETY: the description is alive.

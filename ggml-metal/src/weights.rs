@@ -33,7 +33,8 @@ pub struct WeightBytes {
 
 /// Weights on a device.
 pub struct Weights {
-    tensors: HashMap<String, Tensor>,
+    /// Names are unique within one file only, so the map's address stands for the file.
+    tensors: HashMap<(usize, String), Tensor>,
     bytes: WeightBytes,
 }
 
@@ -127,9 +128,9 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The weight with that name.
-    pub fn get(&self, name: &str) -> Option<&Tensor> {
-        self.tensors.get(name)
+    /// The weight that was made from this tensor of `file`.
+    pub fn get(&self, file: &Gguf, info: &TensorInfo) -> Option<&Tensor> {
+        self.tensors.get(&key(file, info))
     }
 
     /// Where the weights ended up.
@@ -197,7 +198,7 @@ impl Weights {
                     )));
                 }
                 self.bytes.mapped += want.info.bytes;
-                self.tensors.insert(want.info.name.clone(), tensor);
+                self.tensors.insert(key(want.file, want.info), tensor);
             }
         }
         Ok(())
@@ -227,11 +228,15 @@ impl Weights {
                 unsafe { tensor.write_unchecked(i * piece, chunk) };
                 copied(chunk.len());
             }
-            self.tensors.insert(want.info.name.clone(), tensor);
+            self.tensors.insert(key(want.file, want.info), tensor);
         }
         context.inner.mark_as_weights();
         Ok(())
     }
+}
+
+fn key(file: &Gguf, info: &TensorInfo) -> (usize, String) {
+    (Arc::as_ptr(file.map()) as usize, info.name.clone())
 }
 
 fn describe(context: &Context, want: &Wanted<'_>) -> Result<Tensor, Error> {

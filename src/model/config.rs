@@ -4,12 +4,14 @@
 //! is checked before anything is allocated from it, and a message names the file and the key.
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ggml_metal::{Gguf, Rope, Value};
+use ggml_metal::{Gguf, Rope, TensorInfo, Value, one_line};
 
 /// No released model comes near these; a file beyond them is damaged or hostile.
 const MAX_LAYERS: i128 = 4096;
 const MAX_WIDTH: i128 = 1 << 20;
 const MAX_CONTEXT: i128 = 1 << 30;
+/// Each expert of a token is three nodes of every layer's graph.
+const MAX_EXPERTS_USED: i128 = 256;
 
 /// The model's numbers.
 #[derive(Clone, Debug, PartialEq)]
@@ -95,11 +97,15 @@ pub struct Moe {
 }
 
 impl Config {
-    /// Reads the numbers from `trunk`'s metadata. `mtp` is a file that holds only the MTP layer, if it is apart.
+    /// Reads the numbers from the metadata of the first of a model's `parts`. `mtp` is a file that holds only the
+    /// MTP layer, if it is apart.
     ///
     /// # Errors
     /// When the architecture is another one, or a key is missing, of the wrong type or out of range.
-    pub fn read(trunk: &Gguf, mtp: Option<&Gguf>) -> Result<Self> {
+    pub fn read(parts: &[Gguf], mtp: Option<&Gguf>) -> Result<Self> {
+        let trunk = parts.first().context("a model has at least one file")?;
+        let tensor =
+            |name: &str| -> Option<&TensorInfo> { parts.iter().find_map(|p| p.tensor(name)) };
         let arch = architecture(trunk)?;
         let keys = Keys {
             file: trunk,
@@ -112,11 +118,7 @@ impl Config {
             .optional_int("nextn_predict_layers", 0, MAX_LAYERS)?
             .map(|n| n as usize);
         // Some converters dropped the key but kept the tensors, so the tensors decide where it is absent.
-        let is_mtp = |il: usize| {
-            trunk
-                .tensor(&format!("blk.{il}.nextn.eh_proj.weight"))
-                .is_some()
-        };
+        let is_mtp = |il: usize| tensor(&format!("blk.{il}.nextn.eh_proj.weight")).is_some();
         let n_mtp = announced.unwrap_or_else(|| (0..n_block).filter(|&il| is_mtp(il)).count());
         ensure!(
             n_mtp < n_block,
@@ -194,7 +196,7 @@ impl Config {
         );
         let n_ctx_train = keys.int("context_length", 1, MAX_CONTEXT)? as usize;
 
-        let embedding = trunk.tensor("token_embd.weight").with_context(|| {
+        let embedding = tensor("token_embd.weight").with_context(|| {
             format!(
                 "{}: no tensor `token_embd.weight`; it holds no model",
                 trunk.path().display()
@@ -209,7 +211,7 @@ impl Config {
 
         Ok(Self {
             name: match trunk.value("general.name") {
-                Some(Value::Str(name)) => name,
+                Some(Value::Str(name)) => one_line(&name),
                 _ => String::new(),
             },
             n_vocab,
@@ -219,7 +221,7 @@ impl Config {
             rms_eps: keys.float("attention.layer_norm_rms_epsilon", 0.0, 1.0)? as f32,
             rope: Rope {
                 n_dims: n_rot,
-                sections: keys.rope_sections()?,
+                sections: keys.rope_sections(head_dim)?,
                 freq_base: keys.float("rope.freq_base", 1.0, 1e12)? as f32,
                 n_ctx_orig: n_ctx_train as i32,
             },
@@ -249,8 +251,9 @@ fn architecture(file: &Gguf) -> Result<String> {
     match file.value("general.architecture") {
         Some(Value::Str(arch)) if arch == "qwen35" || arch == "qwen35moe" => Ok(arch),
         Some(Value::Str(arch)) => bail!(
-            "{}: its architecture is `{arch}`; qrun runs `qwen35` and `qwen35moe` (Qwen 3.5, 3.6 and 3.8)",
-            file.path().display()
+            "{}: its architecture is `{}`; qrun runs `qwen35` and `qwen35moe` (Qwen 3.5, 3.6 and 3.8)",
+            file.path().display(),
+            one_line(&arch)
         ),
         _ => bail!(
             "{}: no key `general.architecture`; it holds no model",
@@ -393,7 +396,7 @@ impl Keys<'_> {
             .collect())
     }
 
-    fn rope_sections(&self) -> Result<[i32; 4]> {
+    fn rope_sections(&self, head_dim: i64) -> Result<[i32; 4]> {
         let key = "rope.dimension_sections";
         match self.value(key) {
             Some(Value::Ints(list)) if (3..=4).contains(&list.len()) => {
@@ -401,9 +404,10 @@ impl Keys<'_> {
                 for (section, value) in sections.iter_mut().zip(list) {
                     *section = self.checked_int(key, value.into(), 0, 4096)? as i32;
                 }
+                let all = i64::from(sections.iter().sum::<i32>());
                 ensure!(
-                    sections.iter().sum::<i32>() > 0,
-                    self.refuse(key, "is all zeros".to_owned())
+                    (1..=head_dim).contains(&all),
+                    self.refuse(key, format!("adds up to {all}, expected 1 to {head_dim}"))
                 );
                 Ok(sections)
             }
@@ -415,7 +419,7 @@ impl Keys<'_> {
     fn ssm(&self) -> Result<Ssm> {
         let ssm = Ssm {
             conv_kernel: self.int("ssm.conv_kernel", 2, 64)? as i64,
-            head_dim: self.int("ssm.state_size", 1, 4096)? as i64,
+            head_dim: self.int("ssm.state_size", 1, 1024)? as i64,
             n_k_heads: self.int("ssm.group_count", 1, 1 << 12)? as i64,
             n_v_heads: self.int("ssm.time_step_rank", 1, 1 << 12)? as i64,
         };
@@ -445,7 +449,7 @@ impl Keys<'_> {
 
     fn moe(&self) -> Result<Moe> {
         let n_expert = self.int("expert_count", 1, 1 << 16)?;
-        let n_expert_used = self.int("expert_used_count", 1, n_expert)?;
+        let n_expert_used = self.int("expert_used_count", 1, n_expert.min(MAX_EXPERTS_USED))?;
         let n_ff_shared =
             match self.optional_int("expert_shared_feed_forward_length", 1, MAX_WIDTH)? {
                 Some(n) => n,

@@ -62,7 +62,7 @@ impl ModelFiles {
             parts.push(named);
         }
         let mtp = mtp.map(Gguf::open).transpose()?;
-        let config = Config::read(&parts[0], mtp.as_ref())?;
+        let config = Config::read(&parts, mtp.as_ref())?;
         Ok(Self { parts, mtp, config })
     }
 

@@ -4,8 +4,10 @@
 //! twice: first over the file's directory, so that every shape and type is checked before anything is loaded,
 //! then over the loaded weights.
 
+use std::collections::HashSet;
+
 use anyhow::{Context as _, Result, bail, ensure};
-use ggml_metal::{Backend, Role, Tensor, Wanted, WeightBytes, Weights};
+use ggml_metal::{Backend, Role, Tensor, TensorInfo, Wanted, WeightBytes, Weights, one_line};
 
 use super::config::{Config, LayerConfig};
 use super::files::ModelFiles;
@@ -228,7 +230,7 @@ impl ModelWeights {
         let mtp_bytes = plan.mtp_bytes();
         let mut loaded = |ask: &Ask<'_>| {
             let found = ask.find(files);
-            Ok(found.and_then(|(_, info)| weights.get(&info.name).cloned()))
+            Ok(found.and_then(|(file, info)| weights.get(file, info).cloned()))
         };
         let model = Model::bind(&files.config, plan.status.on, &mut loaded)?;
         Ok(Self {
@@ -257,6 +259,7 @@ impl<'a> Plan<'a> {
     pub fn make(files: &'a ModelFiles) -> Result<Self> {
         let status = MtpStatus::of(files);
         let mut wanted: Vec<Wanted<'a>> = Vec::new();
+        let mut seen: HashSet<*const TensorInfo> = HashSet::new();
         let mut n_trunk = 0;
         let mut check = |ask: &Ask<'_>| -> Result<Option<()>> {
             let Some((file, info)) = ask.find(files) else {
@@ -270,7 +273,7 @@ impl<'a> Plan<'a> {
                 return Ok(None);
             };
             ask.check(file, info)?;
-            if !wanted.iter().any(|w| w.info.name == info.name) {
+            if seen.insert(info) {
                 wanted.push(Wanted {
                     file,
                     info,
@@ -320,7 +323,13 @@ impl Ask<'_> {
     }
 
     fn check(&self, file: &ggml_metal::Gguf, info: &ggml_metal::TensorInfo) -> Result<()> {
-        let place = || format!("{}: tensor `{}`", file.path().display(), info.name);
+        let place = || {
+            format!(
+                "{}: tensor `{}`",
+                file.path().display(),
+                one_line(&info.name)
+            )
+        };
         let mut expected = [1; 4];
         expected[..self.shape.len()].copy_from_slice(self.shape);
         ensure!(
