@@ -153,7 +153,10 @@ impl PeerContext {
     /// When llama.cpp refuses the parameters, or memory runs out.
     pub fn new(model: &PeerModel, cpu: &Backend, params: &PeerParams) -> Result<Self, Error> {
         let Some(pool) = cpu.thread_pool() else {
-            return Err(Error::Device(format!("{} has no thread pool", cpu.device().name())));
+            return Err(Error::Device(format!(
+                "{} has no thread pool",
+                cpu.device().name()
+            )));
         };
         let n_threads = cpu.n_threads() as i32;
         log::clear();
@@ -179,7 +182,10 @@ impl PeerContext {
             ggml::llama_init_from_model(model.0.raw, p)
         };
         if raw.is_null() {
-            return Err(Error::Device(format!("llama.cpp makes no context{}", log::take())));
+            return Err(Error::Device(format!(
+                "llama.cpp makes no context{}",
+                log::take()
+            )));
         }
         // SAFETY: the context is alive; the pool is kept by `_cpu` until the context is freed.
         unsafe { ggml::llama_attach_threadpool(raw, pool, pool) };
@@ -205,7 +211,8 @@ impl PeerContext {
     /// When the tokens do not fit or are unknown, or llama.cpp fails.
     pub fn decode(&mut self, tokens: &[u32], want_all_logits: bool) -> Result<Vec<f32>, Error> {
         let n_vocab = self.model.n_vocab();
-        if self.n_past + tokens.len() > self.n_ctx || tokens.iter().any(|&t| t as usize >= n_vocab) {
+        if self.n_past + tokens.len() > self.n_ctx || tokens.iter().any(|&t| t as usize >= n_vocab)
+        {
             return Err(Error::Device(format!(
                 "{} + {} tokens of a vocabulary of {n_vocab} do not fit into a context of {}",
                 self.n_past,
@@ -221,14 +228,22 @@ impl PeerContext {
         Ok(logits)
     }
 
-    fn pass(&mut self, tokens: &[u32], all: bool, last: bool, out: &mut Vec<f32>) -> Result<(), Error> {
+    fn pass(
+        &mut self,
+        tokens: &[u32],
+        all: bool,
+        last: bool,
+        out: &mut Vec<f32>,
+    ) -> Result<(), Error> {
         let n = tokens.len();
         let mut ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let mut positions: Vec<i32> = (0..n).map(|i| (self.n_past + i) as i32).collect();
         let mut n_seq = vec![1i32; n];
         let mut sequence = [0i32];
         let mut sequences = vec![sequence.as_mut_ptr(); n];
-        let mut wanted: Vec<i8> = (0..n).map(|i| i8::from(all || (last && i + 1 == n))).collect();
+        let mut wanted: Vec<i8> = (0..n)
+            .map(|i| i8::from(all || (last && i + 1 == n)))
+            .collect();
         let batch = ggml::llama_batch {
             n_tokens: n as i32,
             token: ids.as_mut_ptr(),
@@ -250,12 +265,19 @@ impl PeerContext {
                 log: log::take(),
             });
         }
-        for (i, _) in wanted.iter().enumerate().filter(|(_, wanted)| **wanted != 0) {
+        for (i, _) in wanted
+            .iter()
+            .enumerate()
+            .filter(|(_, wanted)| **wanted != 0)
+        {
             // SAFETY: token i was marked as an output, so llama.cpp holds a row of n_vocab logits for it until
             // the next pass.
             let row = unsafe {
                 let row = ggml::llama_get_logits_ith(self.raw, i as i32);
-                assert!(!row.is_null(), "llama.cpp has no logits for an output it was asked for");
+                assert!(
+                    !row.is_null(),
+                    "llama.cpp has no logits for an output it was asked for"
+                );
                 std::slice::from_raw_parts(row, self.model.n_vocab())
             };
             out.extend_from_slice(row);
@@ -287,7 +309,12 @@ pub enum PeerFileType {
 ///
 /// # Errors
 /// When llama.cpp fails; the message has what it logged.
-pub fn quantize(input: &Path, output: &Path, file_type: PeerFileType, n_threads: usize) -> Result<(), Error> {
+pub fn quantize(
+    input: &Path,
+    output: &Path,
+    file_type: PeerFileType,
+    n_threads: usize,
+) -> Result<(), Error> {
     let (from, to) = (c_path(input)?, c_path(output)?);
     initialise();
     log::clear();
@@ -349,7 +376,10 @@ pub struct PeerCandidate {
 
 /// Applies samplers one after the other to a row of logits. Returns what is left, and the token that was selected,
 /// if one of them selects.
-pub fn apply_samplers(samplers: &[PeerSampler<'_>], logits: &[f32]) -> (Vec<PeerCandidate>, Option<u32>) {
+pub fn apply_samplers(
+    samplers: &[PeerSampler<'_>],
+    logits: &[f32],
+) -> (Vec<PeerCandidate>, Option<u32>) {
     let mut data: Vec<ggml::llama_token_data> = (0..)
         .zip(logits)
         .map(|(id, &logit)| ggml::llama_token_data { id, logit, p: 0.0 })
@@ -383,8 +413,13 @@ pub fn apply_samplers(samplers: &[PeerSampler<'_>], logits: &[f32]) -> (Vec<Peer
         logit: c.logit,
         p: c.p,
     };
-    let selected = usize::try_from(array.selected).ok().and_then(|i| left.get(i));
-    (left.iter().map(candidate).collect(), selected.map(|c| c.id as u32))
+    let selected = usize::try_from(array.selected)
+        .ok()
+        .and_then(|i| left.get(i));
+    (
+        left.iter().map(candidate).collect(),
+        selected.map(|c| c.id as u32),
+    )
 }
 
 /// # Safety
