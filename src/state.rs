@@ -43,7 +43,7 @@ pub struct KvCache {
 
 /// Orthonormal matrices that turn keys and values before they are quantized, so that the outliers of single
 /// dimensions spread over many; queries are turned alike, and attention's output back. None where the type is not
-/// quantized, or a head is no multiple of [`MIN_ROTATION`].
+/// quantized, or a head is no multiple of 64.
 ///
 /// Each is a Walsh-Hadamard matrix, which is its own inverse, of the sizes that llama.cpp uses.
 #[derive(Clone)]
