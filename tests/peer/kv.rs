@@ -89,3 +89,25 @@ fn quantized_keys_and_values_give_the_peers_logits() {
         }
     }
 }
+
+/// llama.cpp has no part in this: the draft head's keys and values are turned like the trunk's.
+#[test]
+fn the_draft_head_works_with_quantized_keys_and_values() {
+    let (engine, model) = load(&demo(), false);
+    let text = &texts()[1];
+    let head_logits = |kv| {
+        let mut session = session(&engine, kv, true);
+        let (_, head) = session.eval_with_head(&text.prompt, &never()).unwrap();
+        let mut logits = head[model.n_vocab()..].to_vec();
+        logits.extend(session.draft(text.answer[0], 3).unwrap().1);
+        logits
+    };
+    let exact = head_logits(default_kv());
+    let turned = head_logits(KvTypes {
+        k: DType::Q8_0,
+        v: DType::Q8_0,
+    });
+    let kl = mean_kl(&exact, &turned, model.n_vocab());
+    println!("draft head, K/V q8_0: KL {kl:.2e}");
+    assert!(kl < 0.02);
+}
