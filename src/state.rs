@@ -7,6 +7,7 @@ use anyhow::{Context as _, Result, ensure};
 use ggml_metal::{Backend, Context, DType, Tensor};
 
 use crate::model::Config;
+use crate::model::config::LayerConfig;
 
 /// Sequences in one state.
 pub const N_SEQS: i64 = 1;
@@ -49,7 +50,25 @@ pub struct KvCache {
     pub k: Tensor,
     /// `[head_dim * n_head_kv, n_cells]`
     pub v: Tensor,
+    /// What is stored is turned by these.
+    pub rotations: Rotations,
 }
+
+/// Orthonormal matrices that turn keys and values before they are quantized, so that the outliers of single
+/// dimensions spread over many; queries are turned alike, and attention's output back. None where the type is not
+/// quantized, or a head is no multiple of 64.
+///
+/// Each is a Walsh-Hadamard matrix, which is its own inverse, of the sizes that llama.cpp uses.
+#[derive(Clone)]
+pub struct Rotations {
+    /// For keys and queries: the largest power of two that divides a head, `[n, n]`.
+    pub k: Option<Tensor>,
+    /// For values and attention's output: the smallest, `[n, n]`.
+    pub v: Option<Tensor>,
+}
+
+/// Size of the smallest rotation.
+const MIN_ROTATION: i64 = 64;
 
 /// The recurrent state of one layer, in F32.
 pub struct DeltaNetState {
@@ -102,13 +121,17 @@ impl State {
             );
         }
         let n_cells = n_cells.next_multiple_of(KV_PAD);
+        let rotations = Rotations::new(config.head_dim, backend, types)?;
+        let kv_cache = |layer: &LayerConfig, il| {
+            let width = config.head_dim * layer.n_head_kv;
+            KvCache::new(backend, types, rotations.clone(), width, n_cells, il)
+        };
         let mut layers = Vec::with_capacity(config.n_layer());
         for (il, layer) in config.layers.iter().enumerate() {
             layers.push(if layer.recurrent {
                 LayerState::DeltaNet(DeltaNetState::new(config, backend, il)?)
             } else {
-                let width = config.head_dim * layer.n_head_kv;
-                LayerState::Attention(KvCache::new(backend, types, width, n_cells, il)?)
+                LayerState::Attention(kv_cache(layer, il)?)
             });
         }
         let head = match &config.mtp {
@@ -117,9 +140,8 @@ impl State {
                 let hidden =
                     context.new_tensor("head_hidden", DType::F32, &[config.n_embd, N_SEQS]);
                 context.allocate(backend, "the draft head's hidden state")?;
-                let width = config.head_dim * layer.n_head_kv;
                 Some(HeadState {
-                    kv: KvCache::new(backend, types, width, n_cells, config.n_layer())?,
+                    kv: kv_cache(layer, config.n_layer())?,
                     hidden,
                 })
             }
@@ -287,12 +309,14 @@ impl KvCache {
     fn new(
         backend: &Backend,
         types: KvTypes,
+        rotations: Rotations,
         width: i64,
         n_cells: usize,
         il: usize,
     ) -> Result<Self> {
         let shape = [width, n_cells as i64 * N_SEQS];
         Ok(Self {
+            rotations,
             k: allocate(backend, &format!("cache_k-{il}"), types.k, &shape)?,
             v: allocate(backend, &format!("cache_v-{il}"), types.v, &shape)?,
         })
@@ -310,6 +334,36 @@ impl KvCache {
         }
         Ok(())
     }
+}
+
+impl Rotations {
+    fn new(head_dim: i64, backend: &Backend, types: KvTypes) -> Result<Self> {
+        let for_type = |dtype: DType, n: i64| {
+            let turns = dtype.is_quantized() && head_dim % MIN_ROTATION == 0;
+            turns.then(|| hadamard(backend, n)).transpose()
+        };
+        let largest = 1 << head_dim.trailing_zeros();
+        Ok(Self {
+            k: for_type(types.k, largest)?,
+            v: for_type(types.v, MIN_ROTATION)?,
+        })
+    }
+}
+
+/// The Walsh-Hadamard matrix of `n` rows, a power of two: the sign of an entry is the parity of the bits that its
+/// row and its column share.
+fn hadamard(backend: &Backend, n: i64) -> Result<Tensor> {
+    let tensor = allocate(backend, &format!("hadamard_{n}"), DType::F32, &[n, n])?;
+    let size = 1.0 / (n as f32).sqrt();
+    let entry = |i: i64| {
+        if ((i / n) & (i % n)).count_ones().is_multiple_of(2) {
+            size
+        } else {
+            -size
+        }
+    };
+    tensor.write(&(0..n * n).map(entry).collect::<Vec<f32>>())?;
+    Ok(tensor)
 }
 
 impl DeltaNetState {

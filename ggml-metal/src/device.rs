@@ -288,6 +288,12 @@ impl Backend {
         self.0.raw
     }
 
+    /// The threads that a CPU backend computes with.
+    #[cfg(feature = "peer")]
+    pub(crate) fn thread_pool(&self) -> Option<*mut ggml::ggml_threadpool> {
+        self.0.pool.as_ref().map(|pool| pool.raw)
+    }
+
     pub(crate) fn buffer_type(&self) -> ggml::ggml_backend_buffer_type_t {
         // SAFETY: the backend is alive.
         unsafe { ggml::ggml_backend_get_default_buffer_type(self.0.raw) }

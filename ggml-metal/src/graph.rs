@@ -395,6 +395,24 @@ impl Context {
         })
     }
 
+    /// The Walsh-Hadamard transform of each column of `x`: as `mul_mat(h, x)` with the orthonormal matrix of that
+    /// name. `h` must hold it; devices that have a fast transform do not read it.
+    pub fn hadamard(&self, h: &Tensor, x: &Tensor) -> Tensor {
+        let n = h.ne(0);
+        let fits = h.shape() == [n, n, 1, 1]
+            && (n as u64).is_power_of_two()
+            && x.ne(0) == n
+            && h.dtype() == DType::F32
+            && x.dtype() == DType::F32
+            && x.is_contiguous();
+        // SAFETY: see get_rows; the hint is set on the new node.
+        self.op("hadamard", &[h, x], fits, |c| unsafe {
+            let result = ggml::ggml_mul_mat(c, h.as_ptr(), x.as_ptr());
+            ggml::ggml_mul_mat_set_hint(result, ggml::GGML_HINT_SRC0_IS_HADAMARD);
+            result
+        })
+    }
+
     /// For each column of `x` the products with the experts that `ids` picks.
     ///
     /// `w` is `[n, m, n_expert]`, `x` `[n, 1 or k, n_tokens]`, `ids` `[k, n_tokens]` of I32; the result is

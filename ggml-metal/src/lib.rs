@@ -32,6 +32,8 @@ mod graph;
 mod log;
 mod machine;
 mod mapped;
+#[cfg(feature = "peer")]
+pub mod peer;
 mod tensor;
 mod weights;
 

@@ -47,6 +47,17 @@ pub(crate) fn install() {
     });
 }
 
+/// llama.cpp has a log callback of its own, and setting it sets ggml's, too: both become ours.
+#[cfg(feature = "peer")]
+pub(crate) fn install_for_peer() {
+    static ONCE: Once = Once::new();
+    install();
+    ONCE.call_once(|| {
+        // SAFETY: as for ggml's.
+        unsafe { ggml::llama_log_set(Some(on_log), std::ptr::null_mut()) };
+    });
+}
+
 /// Forgets what was logged so far, so that [`take`] returns the lines of one call.
 pub(crate) fn clear() {
     lock().recent.clear();

@@ -482,9 +482,11 @@ impl Pass<'_> {
         let k = ctx
             .rope(&k, &self.inputs.positions, &self.config.rope)
             .named(format!("k-{il}"));
+        let k = self.rotated(&k, cache.rotations.k.as_ref());
+        let v = self.rotated(v, cache.rotations.v.as_ref());
         let k = ctx.reshape(&k, &[head_dim * config.n_head_kv, n]);
         ctx.expand(&ctx.set_rows(&cache.k, &k, &self.inputs.cells));
-        ctx.expand(&ctx.set_rows(&cache.v, v, &self.inputs.cells));
+        ctx.expand(&ctx.set_rows(&cache.v, &v, &self.inputs.cells));
     }
 
     /// Gated full attention: `[n_embd, n]` in and out.
@@ -521,6 +523,7 @@ impl Pass<'_> {
         let q = ctx
             .rope(&q, &self.inputs.positions, &self.config.rope)
             .named(format!("q-{il}"));
+        let q = self.rotated(&q, cache.rotations.k.as_ref());
         let q = ctx.permute(&q, [0, 2, 1, 3]); // [head_dim, n, n_head]
 
         let k = self.cells(&cache.k, config.n_head_kv); // [head_dim, n_kv, n_head_kv, n_seqs]
@@ -529,12 +532,24 @@ impl Pass<'_> {
         let out = ctx
             .flash_attn(&q, &k, &v, mask, scale)
             .named(format!("attn_out-{il}"));
+        let out = self.rotated(&out, cache.rotations.v.as_ref());
         let out = ctx.reshape(&out, &[head_dim * n_head, n]);
 
         let gate = ctx.cont(&half(head_bytes / 2));
         let gate = ctx.sigmoid(&ctx.reshape(&gate, &[head_dim * n_head, n]));
         let out = ctx.mul(&out, &gate).named(format!("attn_gated-{il}"));
         self.linear(&w.output, &self.kept(&out, keep))
+    }
+
+    /// `x` turned, block after block of each head, where there is a rotation. Turning twice gives `x` again.
+    fn rotated(&self, x: &Tensor, rotation: Option<&Tensor>) -> Tensor {
+        let Some(rotation) = rotation else {
+            return x.clone();
+        };
+        let n = rotation.ne(0);
+        let blocks = self.ctx.reshape(x, &[n, x.n_elements() as i64 / n]);
+        self.ctx
+            .reshape(&self.ctx.hadamard(rotation, &blocks), &x.shape())
     }
 
     /// The cells that attention looks at, heads apart.

@@ -1,6 +1,8 @@
 //! What several test files need: the shared data, when it is there, and small helpers.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used)]
 
+pub mod synth;
+
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -82,9 +84,11 @@ pub fn argmax(logits: &[f32]) -> u32 {
     best as u32
 }
 
-/// The largest absolute difference.
+/// The largest absolute difference of finite values.
 pub fn max_diff(a: &[f32], b: &[f32]) -> f32 {
     assert_eq!(a.len(), b.len());
+    // `f32::max` passes over NaN, so a comparison of broken values would find no difference.
+    assert!(a.iter().chain(b).all(|v| v.is_finite()));
     a.iter()
         .zip(b)
         .map(|(a, b)| (a - b).abs())
