@@ -7,7 +7,7 @@
 //! The table has medians over the repetitions, and the smallest and largest ratio of a pair.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
 use clap::Parser;
@@ -56,7 +56,8 @@ struct Run {
 fn main() {
     let mut args = Args::parse();
     if args.files.is_empty() {
-        args.files.push(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo-Q4_K_M.gguf"));
+        args.files
+            .push(PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("models/demo-Q4_K_M.gguf"));
     }
     let n_threads = args.threads.unwrap_or_else(performance_cores);
     println!(
@@ -67,14 +68,20 @@ fn main() {
         args.repetitions,
         if args.repack { "repacked" } else { "mapped" },
     );
-    println!("| file | | qrun | llama.cpp | ratio (smallest to largest) |\n| --- | --- | --- | --- | --- |");
-    let results: Vec<_> = args.files.iter().map(|file| compare(file, &args, n_threads)).collect();
+    println!(
+        "| file | | qrun | llama.cpp | ratio (smallest to largest) |\n| --- | --- | --- | --- | --- |"
+    );
+    let results: Vec<_> = args
+        .files
+        .iter()
+        .map(|file| compare(file, &args, n_threads))
+        .collect();
     if let Some(path) = &args.json {
         std::fs::write(path, serde_json::to_string_pretty(&results).unwrap()).unwrap();
     }
 }
 
-fn compare(file: &PathBuf, args: &Args, n_threads: usize) -> serde_json::Value {
+fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     let n_ctx = args.prompt + args.n_decode + 1;
     let params = EngineParams {
         device: Some("CPU".to_owned()),
@@ -130,7 +137,8 @@ fn compare(file: &PathBuf, args: &Args, n_threads: usize) -> serde_json::Value {
     let name = file.file_name().unwrap().to_string_lossy().into_owned();
     let row = |what: &str, n: usize, of: &dyn Fn(&Run) -> Duration| {
         let rate = |r: &Run| n as f64 / of(r).as_secs_f64();
-        let (ours, theirs): (Vec<f64>, Vec<f64>) = (a.iter().map(rate).collect(), b.iter().map(rate).collect());
+        let (ours, theirs): (Vec<f64>, Vec<f64>) =
+            (a.iter().map(rate).collect(), b.iter().map(rate).collect());
         let ratios: Vec<f64> = ours.iter().zip(&theirs).map(|(a, b)| a / b).collect();
         let (low, high) = spread(&ratios);
         println!(
@@ -143,21 +151,39 @@ fn compare(file: &PathBuf, args: &Args, n_threads: usize) -> serde_json::Value {
     };
     let prompt_row = row("prompt", args.prompt, &|r| r.prompt);
     let decode_row = row("decode", args.n_decode, &|r| r.decode);
-    let outside: Vec<f64> =
-        a.iter().map(|r| 1.0 - r.compute.as_secs_f64() / r.decode.as_secs_f64()).collect();
-    println!("| {name} | decode time outside the graph | {:.2} % | | |", 100.0 * median(&outside));
+    let outside: Vec<f64> = a
+        .iter()
+        .map(|r| 1.0 - r.compute.as_secs_f64() / r.decode.as_secs_f64())
+        .collect();
+    println!(
+        "| {name} | decode time outside the graph | {:.2} % | | |",
+        100.0 * median(&outside)
+    );
     println!(
         "| {name} | load ms | {:.0} | {:.0} | |",
         our_load.as_secs_f64() * 1e3,
         their_load.as_secs_f64() * 1e3
     );
-    println!("| {name} | anonymous memory MiB | {} | {} | |", our_memory / 1024, their_memory / 1024);
-    let equal = a[0].tokens.iter().zip(&b[0].tokens).take_while(|(a, b)| a == b).count();
+    println!(
+        "| {name} | anonymous memory MiB | {} | {} | |",
+        our_memory / 1024,
+        their_memory / 1024
+    );
+    let equal = a[0]
+        .tokens
+        .iter()
+        .zip(&b[0].tokens)
+        .take_while(|(a, b)| a == b)
+        .count();
     let stable = a.iter().all(|r| r.tokens == a[0].tokens);
     println!(
         "| {name} | tokens | {equal} of {} equal{} | | |",
         args.n_decode,
-        if stable { "" } else { ", and qrun's differ between repetitions" }
+        if stable {
+            ""
+        } else {
+            ", and qrun's differ between repetitions"
+        }
     );
     json!({
         "file": name, "threads": n_threads, "prompt": prompt_row, "decode": decode_row,
@@ -230,5 +256,6 @@ fn spread(values: &[f64]) -> (f64, f64) {
 fn anonymous_kib() -> i64 {
     let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
     let line = status.lines().find_map(|l| l.strip_prefix("RssAnon:"));
-    line.and_then(|l| l.trim().trim_end_matches(" kB").parse().ok()).unwrap_or(0)
+    line.and_then(|l| l.trim().trim_end_matches(" kB").parse().ok())
+        .unwrap_or(0)
 }
