@@ -71,6 +71,8 @@ pub enum Outputs {
     None,
     /// The last token's.
     Last,
+    /// Those of the tokens from this one on, counted in the tokens of the call.
+    From(usize),
     /// Every token's.
     All,
 }
@@ -270,16 +272,18 @@ impl Session {
         self.check_tokens(tokens)?;
         self.make_room(tokens.len())?;
 
-        let n_chunks = tokens.len().div_ceil(self.params.n_batch);
         for (i, chunk) in tokens.chunks(self.params.n_batch).enumerate() {
             if cancel.is_cancelled() {
                 return Err(EvalError::Cancelled);
             }
-            let n_outputs = match outputs {
-                Outputs::All => chunk.len(),
-                Outputs::Last if i + 1 == n_chunks => 1,
-                Outputs::Last | Outputs::None => 0,
+            let first_wanted = match outputs {
+                Outputs::None => tokens.len(),
+                Outputs::Last => tokens.len() - 1,
+                Outputs::From(first) => first,
+                Outputs::All => 0,
             };
+            let end = i * self.params.n_batch + chunk.len();
+            let n_outputs = end.saturating_sub(first_wanted).min(chunk.len());
             let n_past = self.n_past();
             let shape = TrunkShape {
                 n_tokens: chunk.len(),
@@ -289,7 +293,7 @@ impl Session {
             };
             let graph = self.graph(shape)?;
             let start = Instant::now();
-            graph.compute(chunk, n_past, &[chunk.len() as i32 - 1])?;
+            graph.compute(chunk, n_past)?;
             self.compute_time += start.elapsed();
             let first = self.logits.len();
             // The graph just used is the last in the list.

@@ -6,6 +6,8 @@ mod support;
 use std::io::Write;
 use std::process::{Command, Output, Stdio};
 
+use ggml_metal::peer::{PeerContext, PeerModel, PeerOptions, PeerParams};
+use ggml_metal::{Backend, find_device};
 use serde_json::Value;
 use support::demo;
 
@@ -519,6 +521,51 @@ fn perplexity_is_measured() {
         .sum::<f64>()
         / logprobs.len() as f64;
     assert!((mean.exp() - perplexity).abs() < 1e-6 * perplexity);
+
+    // llama.cpp's definition, computed from llama.cpp's logits of the same windows.
+    let window = 64;
+    let tokens = run(qrun().args([
+        "tokenize",
+        "--json",
+        "--no-parse-special",
+        &std::fs::read_to_string(&text).unwrap(),
+    ]));
+    let tokens: Vec<u32> = serde_json::from_str(&stdout(&tokens)).unwrap();
+    let options = PeerOptions {
+        repack: false,
+        ..PeerOptions::default()
+    };
+    let model = PeerModel::load(&demo(), &options).unwrap();
+    let cpu = Backend::new(find_device(Some("CPU")).unwrap(), Some(2)).unwrap();
+    let params = PeerParams {
+        n_ctx: window,
+        n_batch: window,
+        ..PeerParams::default()
+    };
+    let mut peer = PeerContext::new(&model, &cpu, &params).unwrap();
+    let (mut nll, mut count) = (0.0, 0);
+    for chunk in tokens.chunks_exact(window) {
+        peer.clear();
+        let logits = peer.decode(chunk, true).unwrap();
+        let rows = logits
+            .chunks_exact(model.n_vocab())
+            .zip(&chunk[1..])
+            .skip(window / 2);
+        for (row, &next) in rows {
+            let max = row.iter().copied().fold(f32::MIN, f32::max);
+            let sum: f64 = row.iter().map(|v| f64::from(v - max).exp()).sum();
+            nll += sum.ln() - f64::from(row[next as usize] - max);
+            count += 1;
+        }
+    }
+    let expected = f64::exp(nll / f64::from(count));
+    println!("perplexity {perplexity}, from llama.cpp's logits {expected}");
+    assert_eq!(object["tokens"], count);
+    assert!(
+        (perplexity / expected - 1.0).abs() < 1e-3,
+        "{perplexity} against {expected}"
+    );
+
     let short = run(qrun().args(["perplexity", "-f"]).arg(&text));
     assert_eq!(code(&short), if stdout(&short).is_empty() { 1 } else { 0 });
 }

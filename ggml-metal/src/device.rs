@@ -163,6 +163,9 @@ impl Device {
     }
 
     /// The buffer types that keep weights in a layout of their own (repacked for this CPU), best first.
+    ///
+    /// Intel's AMX layout is left out: GCC 12 and older build its kernels wrongly (they read only the first 8 bytes
+    /// of the tile configuration) and the program dies in them.
     pub(crate) fn extra_buffer_types(&self) -> Vec<ggml::ggml_backend_buffer_type_t> {
         type GetExtra =
             unsafe extern "C" fn(ggml::ggml_backend_dev_t) -> *mut ggml::ggml_backend_buffer_type_t;
@@ -176,6 +179,7 @@ impl Device {
             while !list.is_null() && !(*list.add(types.len())).is_null() {
                 types.push(*list.add(types.len()));
             }
+            types.retain(|&t| CStr::from_ptr(ggml::ggml_backend_buft_name(t)) != c"AMX");
             types
         }
     }

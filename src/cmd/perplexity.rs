@@ -54,8 +54,9 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome> {
         }
         session.clear()?;
         let cancel = CancelToken::default();
-        session.eval(&chunk[..first], Outputs::None, &cancel)?;
-        let logits = session.eval(&chunk[first..], Outputs::All, &cancel)?;
+        // The last token predicts nothing inside the window, but a pass of the whole window has the width that
+        // llama.cpp's has, and so the same kernels.
+        let logits = session.eval(&chunk, Outputs::From(first), &cancel)?;
         for (row, &next) in logits.chunks_exact(n_vocab).zip(&chunk[first + 1..]) {
             let log_probability = log_softmax(row, next);
             sum -= log_probability;

@@ -153,15 +153,17 @@ impl TrunkGraph {
         &self.graph
     }
 
-    /// Runs the pass over `tokens` at positions from `n_past` on. `outputs` names the tokens of the pass whose
-    /// logits are wanted, as many as the shape says.
+    /// Runs the pass over `tokens` at positions from `n_past` on. The logits are those of the last tokens, as many
+    /// as the shape says.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn compute(&mut self, tokens: &[u32], n_past: usize, outputs: &[i32]) -> Result<()> {
+    pub fn compute(&mut self, tokens: &[u32], n_past: usize) -> Result<()> {
         self.inputs.set(tokens, n_past)?;
         if let Some(rows) = &self.out_rows {
-            rows.write(outputs)?;
+            let end = tokens.len() as i32;
+            let first = end - self.shape.n_outputs as i32;
+            rows.write(&(first..end).collect::<Vec<_>>())?;
         }
         self.graph.compute()?;
         Ok(())
