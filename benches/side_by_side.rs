@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use ggml_metal::peer::{PeerContext, PeerModel, PeerOptions, PeerParams};
-use ggml_metal::{DType, performance_cores};
+use ggml_metal::{DType, Repack, performance_cores};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::{CancelToken, Outputs, Session, SessionParams};
 use serde_json::json;
@@ -66,7 +66,11 @@ fn main() {
         args.prompt,
         args.n_decode,
         args.repetitions,
-        if args.repack { "repacked" } else { "mapped" },
+        if args.repack {
+            "mapped and repacked"
+        } else {
+            "mapped"
+        },
     );
     println!(
         "| file | | qrun | llama.cpp | ratio (smallest to largest) |\n| --- | --- | --- | --- | --- |"
@@ -86,7 +90,11 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     let params = EngineParams {
         device: Some("CPU".to_owned()),
         n_threads: Some(n_threads),
-        repack: args.repack,
+        repack: if args.repack {
+            Repack::Beside
+        } else {
+            Repack::Never
+        },
         mtp: None,
     };
     let before = anonymous_kib();

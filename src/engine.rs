@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
-use ggml_metal::{Backend, DeviceKind, WeightBytes, find_device};
+use ggml_metal::{Backend, DeviceKind, Repack, WeightBytes, find_device};
 
 use crate::model::weights::MtpStatus;
 use crate::model::{Config, ModelFiles, ModelWeights};
@@ -17,8 +17,8 @@ pub struct EngineParams {
     pub device: Option<String>,
     /// CPU threads; without it the performance cores.
     pub n_threads: Option<usize>,
-    /// Copies matrices to a layout made for this CPU: faster decoding, slower prompts, memory of its own.
-    pub repack: bool,
+    /// Which matrices to copy to a layout made for this CPU: faster decoding for memory of its own.
+    pub repack: Repack,
     /// A file that holds the MTP block.
     pub mtp: Option<PathBuf>,
 }

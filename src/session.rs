@@ -325,7 +325,7 @@ impl Session {
         if !self.draft.as_ref().is_some_and(fits) {
             self.draft = DraftGraph::new(
                 self.engine.config(),
-                &self.engine.weights().model,
+                self.engine.weights().for_width(1),
                 &self.state,
                 self.engine.backends(),
                 depth,
@@ -433,7 +433,7 @@ impl Session {
             }
             self.graphs.push(TrunkGraph::new(
                 self.engine.config(),
-                &self.engine.weights().model,
+                self.engine.weights().for_width(shape.n_tokens),
                 &self.state,
                 self.engine.backends(),
                 shape,

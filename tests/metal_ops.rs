@@ -175,7 +175,7 @@ fn assert_all_taken(graph: &Graph, what: &str) -> usize {
 /// Every pass over one model: returns how many graphs and nodes were looked at.
 fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
     let engine: std::sync::Arc<Engine> = engine(path);
-    let (config, model) = (engine.config(), &engine.weights().model);
+    let (config, model) = (engine.config(), engine.weights().for_width(1));
     assert!(
         engine.mtp_status().on,
         "the model has a draft head, so that its passes are walked too"

@@ -46,7 +46,7 @@ pub use log::{Level, set_log_sink};
 pub use machine::{peak_memory, performance_cores};
 pub use mapped::FileMap;
 pub use tensor::{Element, Tensor};
-pub use weights::{Role, Wanted, WeightBytes, Weights};
+pub use weights::{Repack, Role, Wanted, WeightBytes, Weights};
 
 /// True where the compiler was told to use all of this CPU, and so ggml's build was too. Without it ggml is built
 /// for a baseline CPU and is several times slower.

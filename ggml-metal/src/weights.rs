@@ -31,10 +31,23 @@ pub struct WeightBytes {
     pub repacked: usize,
 }
 
+/// Which matrices are copied to a layout made for this CPU, where it has one.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+pub enum Repack {
+    /// None: all weights stay in the file's map.
+    #[default]
+    Never,
+    /// All, beside the map: each pass can use the layout that is faster for its width.
+    Beside,
+    /// All, in place of the map.
+    Instead,
+}
+
 /// Weights on a device.
 pub struct Weights {
     /// Names are unique within one file only, so the map's address stands for the file.
     tensors: HashMap<(usize, String), Tensor>,
+    repacked: HashMap<(usize, String), Tensor>,
     bytes: WeightBytes,
 }
 
@@ -46,6 +59,8 @@ pub struct Wanted<'a> {
     pub info: &'a TensorInfo,
     /// Its use.
     pub role: Role,
+    /// It is an embedding that is multiplied with activations too: a tied head.
+    pub tied: bool,
 }
 
 /// ggml wants tensor data at multiples of this; files with a smaller alignment are copied.
@@ -56,8 +71,8 @@ const UPLOAD_BYTES: usize = 16 << 20;
 impl Weights {
     /// Makes the wanted tensors usable on `backend`.
     ///
-    /// `cpu` holds what the backend's device cannot use (it may be the same backend). `repack` copies matrices
-    /// to this CPU's own layout where it has one. `progress` is told bytes done and in all while copying.
+    /// `cpu` holds what the backend's device cannot use (it may be the same backend). `progress` is told bytes done
+    /// and in all while copying.
     ///
     /// # Errors
     /// When memory runs out.
@@ -65,27 +80,31 @@ impl Weights {
         wanted: &[Wanted<'_>],
         backend: &Backend,
         cpu: &Backend,
-        repack: bool,
+        repack: Repack,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self, Error> {
         let mut weights = Self {
             tensors: HashMap::new(),
+            repacked: HashMap::new(),
             bytes: WeightBytes::default(),
         };
         let mut in_place: Vec<&Wanted<'_>> = Vec::new();
         let mut host_only: Vec<&Wanted<'_>> = Vec::new();
         let mut copies: HashMap<usize, Vec<&Wanted<'_>>> = HashMap::new();
-        let extra = if repack {
-            backend.device().extra_buffer_types()
-        } else {
-            Vec::new()
+        let extra = match repack {
+            Repack::Never => Vec::new(),
+            Repack::Beside | Repack::Instead => backend.device().extra_buffer_types(),
         };
         for want in wanted {
             let aligned = want.info.offset % ALIGNMENT == 0;
             let device = backend.device();
             if let Some(own_layout) = extra.iter().find(|&&t| layout_takes(device, t, want)) {
                 copies.entry(*own_layout as usize).or_default().push(want);
-            } else if !device_takes(device, want) {
+                if repack == Repack::Instead && want.role != Role::Embedding {
+                    continue;
+                }
+            }
+            if !device_takes(device, want) {
                 host_only.push(want);
             } else if device.maps_host_memory() && aligned {
                 in_place.push(want);
@@ -128,9 +147,16 @@ impl Weights {
         Ok(weights)
     }
 
-    /// The weight that was made from this tensor of `file`.
+    /// The weight that was made from this tensor of `file`, in the file's own layout where both are there.
     pub fn get(&self, file: &Gguf, info: &TensorInfo) -> Option<&Tensor> {
-        self.tensors.get(&key(file, info))
+        let key = key(file, info);
+        self.tensors.get(&key).or_else(|| self.repacked.get(&key))
+    }
+
+    /// As [`Weights::get`], in the layout made for this CPU where both are there.
+    pub fn get_repacked(&self, file: &Gguf, info: &TensorInfo) -> Option<&Tensor> {
+        let key = key(file, info);
+        self.repacked.get(&key).or_else(|| self.tensors.get(&key))
     }
 
     /// Where the weights ended up.
@@ -228,7 +254,12 @@ impl Weights {
                 unsafe { tensor.write_unchecked(i * piece, chunk) };
                 copied(chunk.len());
             }
-            self.tensors.insert(key(want.file, want.info), tensor);
+            let place = if own_layout {
+                &mut self.repacked
+            } else {
+                &mut self.tensors
+            };
+            place.insert(key(want.file, want.info), tensor);
         }
         context.inner.mark_as_weights();
         Ok(())
@@ -247,7 +278,9 @@ fn describe(context: &Context, want: &Wanted<'_>) -> Result<Tensor, Error> {
 
 /// True where the device can do with this weight what its role asks for.
 fn device_takes(device: Device, want: &Wanted<'_>) -> bool {
-    use_of(want).is_some_and(|(_context, node)| node.is_supported_by(&device))
+    let takes =
+        |role| use_of(want, role).is_some_and(|(_context, node)| node.is_supported_by(&device));
+    takes(want.role) && (!want.tied || takes(Role::Matrix))
 }
 
 /// True where this buffer type has a layout for the weight.
@@ -256,10 +289,12 @@ fn layout_takes(
     buffer_type: ggml::ggml_backend_buffer_type_t,
     want: &Wanted<'_>,
 ) -> bool {
-    if !matches!(want.role, Role::Matrix | Role::Experts) {
-        return false;
-    }
-    let Some((_context, node)) = use_of(want) else {
+    let role = match want.role {
+        Role::Matrix | Role::Experts => want.role,
+        Role::Embedding if want.tied => Role::Matrix,
+        Role::Embedding | Role::Vector => return false,
+    };
+    let Some((_context, node)) = use_of(want, role) else {
         return false;
     };
     // SAFETY: an empty buffer of that type tells the device which layout the weight would have; the
@@ -279,11 +314,11 @@ fn layout_takes(
 }
 
 /// The operation that will read the weight, described on inputs of the usual shape.
-fn use_of(want: &Wanted<'_>) -> Option<(Context, Tensor)> {
+fn use_of(want: &Wanted<'_>, role: Role) -> Option<(Context, Tensor)> {
     let context = Context::new(8).ok()?;
     let weight = describe(&context, want).ok()?;
     let n = weight.ne(0);
-    let node = match want.role {
+    let node = match role {
         Role::Embedding => {
             context.get_rows(&weight, &context.new_tensor("ids", DType::I32, &[512]))
         }

@@ -5,7 +5,7 @@ use std::sync::Arc;
 use std::thread;
 
 use anyhow::{Context as _, Result};
-use ggml_metal::{DType, DeviceKind, Gguf, devices};
+use ggml_metal::{DType, DeviceKind, Gguf, Repack, devices};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::SessionParams;
@@ -60,7 +60,11 @@ pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
     let params = EngineParams {
         device: args.device.clone(),
         n_threads: args.threads.map(usize::from),
-        repack: args.repack,
+        repack: if args.repack {
+            Repack::Beside
+        } else {
+            Repack::Never
+        },
         mtp: args.mtp.clone(),
     };
     thread::scope(|scope| {

@@ -7,7 +7,9 @@
 use std::collections::HashSet;
 
 use anyhow::{Context as _, Result, bail, ensure};
-use ggml_metal::{Backend, Role, Tensor, TensorInfo, Wanted, WeightBytes, Weights, one_line};
+use ggml_metal::{
+    Backend, Repack, Role, Tensor, TensorInfo, Wanted, WeightBytes, Weights, one_line,
+};
 
 use super::config::{Config, LayerConfig};
 use super::files::ModelFiles;
@@ -162,7 +164,9 @@ pub struct Mtp<T> {
 /// Weights on a device, ready to compute with.
 pub struct ModelWeights {
     /// The tensors.
-    pub model: Model<Tensor>,
+    model: Model<Tensor>,
+    /// The same with matrices in the layout that is faster for narrow passes, where there is one.
+    narrow: Option<Model<Tensor>>,
     /// Where they lie.
     pub bytes: WeightBytes,
     /// Why the draft head can or cannot be used.
@@ -212,7 +216,19 @@ impl MtpStatus {
     }
 }
 
+/// Passes up to this width use the layout made for this CPU: up to here its kernels give the same bits at every
+/// width.
+const NARROW: usize = 3;
+
 impl ModelWeights {
+    /// The tensors that are best for a pass of this width.
+    pub fn for_width(&self, n_tokens: usize) -> &Model<Tensor> {
+        self.narrow
+            .as_ref()
+            .filter(|_| n_tokens <= NARROW)
+            .unwrap_or(&self.model)
+    }
+
     /// Loads the model's weights onto `backend`; `cpu` takes what that device cannot use.
     ///
     /// # Errors
@@ -222,19 +238,29 @@ impl ModelWeights {
         files: &ModelFiles,
         backend: &Backend,
         cpu: &Backend,
-        repack: bool,
+        repack: Repack,
         progress: &mut dyn FnMut(usize, usize),
     ) -> Result<Self> {
         let plan = Plan::make(files)?;
         let weights = Weights::load(&plan.wanted, backend, cpu, repack, progress)?;
         let mtp_bytes = plan.mtp_bytes();
-        let mut loaded = |ask: &Ask<'_>| {
-            let found = ask.find(files);
-            Ok(found.and_then(|(file, info)| weights.get(file, info).cloned()))
+        let bind = |repacked: bool| {
+            let mut loaded = |ask: &Ask<'_>| {
+                let found = ask.find(files).and_then(|(file, info)| match ask.role {
+                    Role::Matrix | Role::Experts if repacked => weights.get_repacked(file, info),
+                    _ => weights.get(file, info),
+                });
+                Ok(found.cloned())
+            };
+            Model::bind(&files.config, plan.status.on, &mut loaded)
         };
-        let model = Model::bind(&files.config, plan.status.on, &mut loaded)?;
+        let model = bind(repack == Repack::Instead)?;
+        let narrow = (repack == Repack::Beside && weights.bytes().repacked > 0)
+            .then(|| bind(true))
+            .transpose()?;
         Ok(Self {
             model,
+            narrow,
             bytes: weights.bytes(),
             mtp_status: plan.status,
             mtp_bytes,
@@ -278,8 +304,13 @@ impl<'a> Plan<'a> {
                     file,
                     info,
                     role: ask.role,
+                    tied: false,
                 });
                 n_trunk += usize::from(!ask.mtp);
+            } else if ask.role == Role::Matrix {
+                for want in wanted.iter_mut().filter(|w| std::ptr::eq(w.info, info)) {
+                    want.tied = want.role == Role::Embedding;
+                }
             }
             Ok(Some(()))
         };

@@ -9,8 +9,8 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ggml_metal::DType;
 use ggml_metal::peer::{PeerContext, PeerFileType, PeerModel, PeerOptions, PeerParams, quantize};
+use ggml_metal::{DType, Repack};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::{Outputs, SessionParams};
 use qrun::state::KvTypes;
@@ -60,7 +60,11 @@ fn load_with(path: &Path, repack: bool, n_threads: usize) -> (Arc<Engine>, PeerM
     let params = EngineParams {
         device: Some("CPU".to_owned()),
         n_threads: Some(n_threads),
-        repack,
+        repack: if repack {
+            Repack::Instead
+        } else {
+            Repack::Never
+        },
         ..EngineParams::default()
     };
     let engine = Engine::load(path, &params, &mut |_, _| {}).unwrap();
