@@ -54,6 +54,7 @@ impl Engine {
         let cpu = &backends[backends.len() - 1];
         let weights = ModelWeights::load(&files, &backends[0], cpu, params.repack, progress)?;
         for file in files.all() {
+            file.map().check_length()?;
             file.map().will_need();
         }
         Ok(Arc::new(Self {

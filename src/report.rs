@@ -8,8 +8,10 @@ use std::io::{self, IsTerminal, Write};
 /// What the system says.
 pub fn out(text: &str) -> io::Result<()> {
     let mut stdout = io::stdout().lock();
-    stdout.write_all(text.as_bytes())?;
-    stdout.flush()
+    let written = stdout.write_all(text.as_bytes());
+    written
+        .and_then(|()| stdout.flush())
+        .map_err(|e| io::Error::new(e.kind(), format!("writing to standard output: {e}")))
 }
 
 /// A line for people. Nothing can be done where stderr is gone.

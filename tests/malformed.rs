@@ -8,22 +8,48 @@ mod variants;
 
 use std::path::{Path, PathBuf};
 
-use ggml_metal::{DType, Value};
+use ggml_metal::{DType, Gguf, Value};
 use qrun::engine::{Engine, EngineParams};
 use qrun::model::ModelFiles;
 use qrun::model::weights::Plan;
 use qrun::session::{Outputs, Session, SessionParams};
+use qrun::template::ChatTemplate;
+use qrun::vocab;
 use support::never;
 use variants::{Part, Random, Variant, synthetic, text};
 
 /// Peak memory that these tests may take: the files have less than 1 MiB.
 const MAX_RSS_KIB: u64 = 1 << 20;
 
+/// Checks the form of a refusal and returns it.
+fn one_line_that_names(file: &str, error: &anyhow::Error) -> String {
+    let message = format!("{error:#}");
+    assert!(message.contains(file), "not named: {message:?}");
+    let controls = message.chars().any(char::is_control);
+    assert!(!controls, "not one line: {message:?}");
+    assert!(message.len() < 2000, "{} bytes: {message}", message.len());
+    message
+}
+
+/// What is read of a file besides the model: each may be unusable, and says so in one line.
+fn what_else_is_read(file: &Gguf) {
+    let name = file.path().file_name().unwrap().to_string_lossy();
+    if let Err(error) = vocab::tokenizer(file) {
+        one_line_that_names(&name, &error);
+    }
+    if let Some(template) = vocab::chat_template(file) {
+        let _ = ChatTemplate::new(&template);
+    }
+    vocab::recommended_sampling(file);
+}
+
 /// Opens, checks, loads and runs a file. Refusals before running must be one line that names the file.
 fn attempt(path: &Path) -> Result<(), String> {
+    let name = path.file_name().unwrap().to_string_lossy();
     let loaded = (|| {
         let files = ModelFiles::open(path, None)?;
         Plan::make(&files)?;
+        what_else_is_read(files.main());
         let params = EngineParams {
             device: Some("CPU".to_owned()),
             n_threads: Some(1),
@@ -34,18 +60,7 @@ fn attempt(path: &Path) -> Result<(), String> {
     let engine = match loaded {
         Ok(engine) => engine,
         Err(error) => {
-            let message = format!("{error:#}");
-            let name = path.file_name().unwrap().to_string_lossy();
-            assert!(
-                message.contains(&*name),
-                "does not name the file: {message:?}"
-            );
-            assert!(
-                !message.chars().any(char::is_control),
-                "not one line: {message:?}"
-            );
-            assert!(message.len() < 2000, "{} bytes: {message}", message.len());
-            return Err(message);
+            return Err(one_line_that_names(&name, &error));
         }
     };
     let params = SessionParams {
@@ -622,8 +637,11 @@ fn mutate(file: &mut Vec<u8>, header: usize, fields: &[usize], random: &mut Rand
     }
 }
 
+/// Half of them of a dense model, half of a mixture of experts.
+const N_MUTATIONS: u64 = 10_000;
+
 #[test]
-fn thousands_of_mutations_neither_panic_nor_abort() {
+fn ten_thousand_mutations_neither_panic_nor_abort() {
     let bench = Bench::new();
     let (mut refused, mut accepted) = (0, 0);
     for moe in [false, true] {
@@ -632,7 +650,7 @@ fn thousands_of_mutations_neither_panic_nor_abort() {
         let keys = variant.metadata.iter().map(|(key, _)| key);
         let names = keys.chain(variant.tensors.iter().map(|t| &t.name));
         let fields: Vec<usize> = names.map(|name| after_name(&whole, name)).collect();
-        for seed in 0..2000 {
+        for seed in 0..N_MUTATIONS / 2 {
             let mut random = Random(seed);
             let mut file = whole.clone();
             for _ in 0..1 + random.below(2) {
@@ -649,7 +667,26 @@ fn thousands_of_mutations_neither_panic_nor_abort() {
     }
     println!("{refused} refused, {accepted} accepted");
     assert!(
-        refused > 1000 && accepted > 50,
+        refused > N_MUTATIONS / 4 && accepted > N_MUTATIONS / 50,
         "{refused} refused, {accepted} accepted"
     );
+}
+
+#[test]
+fn weights_that_are_no_numbers_neither_panic_nor_abort() {
+    let bench = Bench::new();
+    for moe in [false, true] {
+        let base = synthetic(moe);
+        for at in 0..base.tensors.len() {
+            for value in [f32::NAN, f32::INFINITY] {
+                // All of it, or every third number.
+                for step in [1, 3] {
+                    let mut variant = base.clone();
+                    let numbers = variant.tensors[at].data.chunks_exact_mut(4).step_by(step);
+                    numbers.for_each(|number| number.copy_from_slice(&value.to_le_bytes()));
+                    bench.variant(&variant).unwrap();
+                }
+            }
+        }
+    }
 }

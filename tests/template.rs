@@ -5,15 +5,20 @@
 
 use std::path::PathBuf;
 
+use ggml_metal::Gguf;
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use qrun::template::{ChatTemplate, RenderOptions, normalize_messages};
 use serde_json::{Value, json};
 
+/// The repository.
+fn root() -> PathBuf {
+    PathBuf::from(env!("CARGO_MANIFEST_DIR"))
+}
+
 /// The folder with published templates, beside the repository; tests that need it pass without it.
 fn shared(path: &str) -> Option<String> {
-    let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-        .join("../shared")
-        .join(path);
+    let path = root().join("../shared").join(path);
     let text = std::fs::read_to_string(&path).ok();
     if text.is_none() {
         println!("skipped: no file {}", path.display());
@@ -439,12 +444,30 @@ fn the_sample_renders() {
     assert_eq!(text, "<|im_start|>user\nhiA=1.5|im_end|>True");
 }
 
+thread_local! {
+    /// The sample, and the template of the demo model.
+    static TEMPLATES: [Vec<char>; 2] = {
+        let demo = Gguf::open(&root().join("models/demo-Q4_K_M.gguf")).unwrap();
+        let demo = qrun::vocab::chat_template(&demo).unwrap();
+        [SAMPLE, &demo].map(|source| source.chars().collect())
+    };
+}
+
 proptest! {
-    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
+    // The same ten thousand on every run.
+    #![proptest_config(ProptestConfig {
+        cases: 10_000,
+        rng_seed: RngSeed::Fixed(35),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
-    fn damaged_templates_never_panic_or_hang(damages in prop::collection::vec(damage(), 1..5)) {
-        let mut source: Vec<char> = SAMPLE.chars().collect();
+    fn damaged_templates_never_panic_or_hang(
+        of_demo in any::<bool>(),
+        damages in prop::collection::vec(damage(), 1..5),
+    ) {
+        let mut source = TEMPLATES.with(|templates| templates[usize::from(of_demo)].clone());
         for damage in damages {
             source = apply(&source, damage);
         }
@@ -457,6 +480,10 @@ proptest! {
             prop_assert!(!error.contains('\n') && !error.contains("engine failed"), "{}", error);
         }
     }
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, failure_persistence: None, ..ProptestConfig::default() })]
 
     #[test]
     fn any_conversation_can_be_normalized(messages in prop::collection::vec(message(), 0..6)) {

@@ -10,6 +10,7 @@ use std::time::Instant;
 use gguf::metadata::{Metadata, MetadataValue};
 use gguf::reader::GGUFFileReader;
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
 use qrun::tokenizer::{DecodeStream, Tokenizer, Vocab};
 use unicode_normalization_alignments::UnicodeNormalization;
 
@@ -551,6 +552,16 @@ proptest! {
         prop_assert_eq!(text, String::from_utf8_lossy(&bytes));
         prop_assert_eq!(stream.finish(), "");
     }
+}
+
+proptest! {
+    // The same ten thousand on every run.
+    #![proptest_config(ProptestConfig {
+        cases: 10_000,
+        rng_seed: RngSeed::Fixed(35),
+        failure_persistence: None,
+        ..ProptestConfig::default()
+    })]
 
     #[test]
     fn damaged_metadata_never_panics(

@@ -27,6 +27,8 @@
 mod device;
 mod dtype;
 mod error;
+#[cfg(unix)]
+mod fault;
 mod gguf;
 mod graph;
 mod log;

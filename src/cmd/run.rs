@@ -574,6 +574,13 @@ impl Output {
         let opening = || format!("opening {}", path.display());
         let mut done = 0;
         if resume && path.exists() {
+            // A device or a pipe may have no end.
+            if !std::fs::metadata(path).with_context(opening)?.is_file() {
+                bail!(
+                    "{}: not a regular file, so --resume cannot read what it holds",
+                    path.display()
+                );
+            }
             let text = std::fs::read(path).with_context(opening)?;
             let whole = text
                 .iter()
