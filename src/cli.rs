@@ -97,7 +97,7 @@ pub struct ModelArgs {
     #[arg(short, long, value_name = "N", default_value_t = 512, value_parser = parse_batch)]
     pub batch_size: usize,
 
-    /// Type of the K cache (-ctk): f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0
+    /// Type of the K cache (-ctk): f32, f16, bf16, q8_0, q5_1, q5_0, q4_1, q4_0, iq4_nl
     #[arg(long, value_name = "TYPE", default_value = "f16")]
     pub cache_type_k: String,
 
@@ -128,7 +128,8 @@ pub struct RunArgs {
     #[arg(long)]
     pub list_devices: bool,
 
-    /// The prompt: a user's message, or with --raw the text to go on from; stdin follows it
+    /// The prompt: a user's message, or with --raw the text to go on from; what is piped in follows it
+    /// (in a loop over a file, give </dev/null)
     #[arg(short, long, value_name = "TEXT", help_heading = "Prompt")]
     pub prompt: Option<String>,
 

@@ -169,6 +169,11 @@ impl Session {
         );
         let backend = &engine.backends()[0];
         anyhow::ensure!(
+            !backend.device().is_metal() || ![params.kv.k, params.kv.v].contains(&DType::IQ4_NL),
+            "Metal's attention does not read {} keys and values; choose another type with `-ctk` and `-ctv`",
+            DType::IQ4_NL
+        );
+        anyhow::ensure!(
             params.kv.k == params.kv.v || !backend.device().is_metal(),
             "keys are {} and values {}: Metal's attention wants one type for both; set `-ctk` and `-ctv` alike",
             params.kv.k,

@@ -9,7 +9,7 @@ use ggml_metal::{DType, DeviceKind, Gguf, Repack, devices};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::SessionParams;
-use qrun::state::KvTypes;
+use qrun::state::{KV_TYPES, KvTypes};
 use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
 
@@ -119,21 +119,11 @@ pub fn session_params(args: &ModelArgs) -> Result<SessionParams> {
 }
 
 fn cache_type(flag: &str, name: &str) -> Result<DType> {
-    const TYPES: [DType; 8] = [
-        DType::F32,
-        DType::F16,
-        DType::BF16,
-        DType::Q8_0,
-        DType::Q5_1,
-        DType::Q5_0,
-        DType::Q4_1,
-        DType::Q4_0,
-    ];
-    TYPES
+    KV_TYPES
         .into_iter()
         .find(|t| t.name().eq_ignore_ascii_case(name))
         .ok_or_else(|| {
-            let names: Vec<_> = TYPES.iter().map(|t| t.name()).collect();
+            let names: Vec<_> = KV_TYPES.iter().map(|t| t.name()).collect();
             UsageError(format!(
                 "`{flag} {name}`: expected one of {}",
                 names.join(", ")

@@ -141,6 +141,19 @@ fn demo_files() -> Vec<PathBuf> {
         .collect()
 }
 
+/// For models that cannot be kept here: QRUN_TEST_MODEL names a file.
+#[test]
+fn a_model_named_by_the_environment_gives_the_same_logits() {
+    let Some(path) = std::env::var_os("QRUN_TEST_MODEL") else {
+        println!("SKIPPED: QRUN_TEST_MODEL names no model");
+        return;
+    };
+    for repack in [false, true] {
+        let worst = difference(Path::new(&path), repack, default_kv(), &made_up_texts(4000));
+        assert!(worst < SAME, "repack {repack}: {worst}");
+    }
+}
+
 #[test]
 fn demo_logits_equal_the_peers() {
     let texts = texts();
