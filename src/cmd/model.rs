@@ -69,12 +69,16 @@ pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
     };
     thread::scope(|scope| {
         let tokenizer = scope.spawn(|| tokenizer(&path));
-        let bar = progress_bar("loading");
+        // Mapped weights need no copy, and so no bar.
+        let mut bar = None;
         let engine = Engine::load(&path, &params, &mut |done, total| {
+            let bar = bar.get_or_insert_with(|| progress_bar("loading"));
             bar.set_length(total as u64);
             bar.set_position(done as u64);
         });
-        bar.finish_and_clear();
+        if let Some(bar) = bar {
+            bar.finish_and_clear();
+        }
         // An engine that cannot be loaded is the better message: the tokenizer reads the same file.
         let engine = engine?;
         match tokenizer.join() {
