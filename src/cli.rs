@@ -79,7 +79,7 @@ pub struct ModelArgs {
     #[arg(short, long, value_name = "N", env = "QRUN_THREADS", value_parser = clap::value_parser!(u16).range(1..=512))]
     pub threads: Option<u16>,
 
-    /// Copy weights to a layout made for this CPU, beside the file's map: decodes faster, needs memory
+    /// Copy weights to a layout made for this CPU, beside the file's map: may decode faster, needs memory
     #[arg(long)]
     pub repack: bool,
 

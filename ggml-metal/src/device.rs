@@ -183,31 +183,6 @@ impl Device {
             types
         }
     }
-
-    /// What this CPU build of ggml can use: names such as `AVX512`, `LLAMAFILE`, `REPACK`.
-    pub fn features(&self) -> Vec<String> {
-        type GetFeatures =
-            unsafe extern "C" fn(ggml::ggml_backend_reg_t) -> *mut ggml::ggml_backend_feature;
-        // SAFETY: the type is ggml_backend_get_features_t; the list it returns ends with a null name.
-        unsafe {
-            let Some(get) = self.function::<GetFeatures>(c"ggml_backend_get_features") else {
-                return Vec::new();
-            };
-            let mut feature = get(ggml::ggml_backend_dev_backend_reg(self.0));
-            let mut names = Vec::new();
-            while !feature.is_null() && !(*feature).name.is_null() {
-                if CStr::from_ptr((*feature).value) != c"0" {
-                    names.push(
-                        CStr::from_ptr((*feature).name)
-                            .to_string_lossy()
-                            .into_owned(),
-                    );
-                }
-                feature = feature.add(1);
-            }
-            names
-        }
-    }
 }
 
 /// A device made ready to compute: its queue, or its threads.
