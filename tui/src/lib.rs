@@ -1,0 +1,3 @@
+//! qrun's terminal interface.
+
+#![forbid(unsafe_code)]
