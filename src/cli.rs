@@ -242,6 +242,86 @@ pub struct RunArgs {
     /// How to choose tokens.
     #[command(flatten)]
     pub sampling: SamplingArgs,
+
+    /// How to guess tokens ahead.
+    #[command(flatten)]
+    pub spec: SpecArgs,
+}
+
+/// How to guess tokens ahead. The text is the same with and without.
+#[derive(Args, Debug, Clone)]
+#[command(next_help_heading = "Speculation")]
+pub struct SpecArgs {
+    /// Tokens to guess before each pass: `auto` (as many as pay here, none where that is fastest), `off`, or a number
+    #[arg(long, value_name = "auto|off|N", default_value = "auto", value_parser = parse_spec)]
+    pub spec: Spec,
+
+    /// At most this many, also with `auto`
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub draft_max: u8,
+
+    /// Do not use drafts shorter than this
+    #[arg(long, value_name = "N", default_value_t = 0)]
+    pub draft_min: u8,
+
+    /// End a draft before a token that the draft head takes to be less probable than this
+    #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = parse_share)]
+    pub draft_p_min: f32,
+
+    /// Draft among the N most frequent tokens and the added ones only: a smaller draft head
+    #[arg(long, value_name = "off|N", default_value = "off", value_parser = parse_off_or)]
+    pub spec_draft_vocab: OffOr,
+
+    /// Also guess what followed the last time that the same N tokens stood in the text; 0 is off
+    #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=64))]
+    pub spec_ngram: u8,
+
+    /// With a temperature, draw drafts at random as the draft head would: higher acceptance, but the text of a seed
+    /// then depends on these settings
+    #[arg(long)]
+    pub spec_sampled: bool,
+
+    /// Same bits at every width of a pass, so that greedy text is the same to the last token (on the CPU, up to 6
+    /// guesses)
+    #[arg(long)]
+    pub spec_exact: bool,
+}
+
+/// The value of `--spec`.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum Spec {
+    /// As many as pay.
+    Auto,
+    /// None, or always as many.
+    Fixed(u8),
+}
+
+/// A number, or off.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub struct OffOr(pub Option<usize>);
+
+fn parse_spec(text: &str) -> Result<Spec, String> {
+    match (text, text.parse()) {
+        ("auto", _) => Ok(Spec::Auto),
+        ("off", _) => Ok(Spec::Fixed(0)),
+        (_, Ok(n @ 0..=16)) => Ok(Spec::Fixed(n)),
+        _ => Err("expected `auto`, `off` or a number up to 16".to_owned()),
+    }
+}
+
+fn parse_off_or(text: &str) -> Result<OffOr, String> {
+    match (text, text.parse()) {
+        ("off", _) => Ok(OffOr(None)),
+        (_, Ok(n @ 1..)) => Ok(OffOr(Some(n))),
+        _ => Err("expected `off` or a number above 0".to_owned()),
+    }
+}
+
+fn parse_share(text: &str) -> Result<f32, String> {
+    match text.parse() {
+        Ok(p) if (0.0..=1.0).contains(&p) => Ok(p),
+        _ => Err("expected a number from 0 to 1".to_owned()),
+    }
 }
 
 /// How to choose tokens. What is not given comes from the model file, else from Qwen's recommendation.

@@ -1,4 +1,8 @@
 //! The main loop: prompt in, tokens out, text taken apart as it comes.
+//!
+//! Each pass over the model takes the newest token and, after it, guesses of what follows. Every guess is compared
+//! with the token that the model chooses at its place, from the same logits, with the same random number as
+//! without guesses; from the first wrong one on they are taken back. So the text does not depend on the guesses.
 
 use std::time::{Duration, Instant};
 
@@ -6,6 +10,7 @@ use crate::chat::StopFilter;
 use crate::grammar::Constraint;
 use crate::sampler::{SampleError, Sampler};
 use crate::session::{CancelToken, EvalError, Outputs, Session};
+use crate::speculate::{Draft, RoundTimes, SpecStats, Speculator};
 use crate::tokenizer::{DecodeStream, Tokenizer};
 
 /// What to generate.
@@ -66,6 +71,8 @@ pub struct Answer {
     pub prompt_time: Duration,
     /// What the tokens after the first took.
     pub decode_time: Duration,
+    /// What speculation did; none where there was none.
+    pub speculation: Option<SpecStats>,
 }
 
 impl Answer {
@@ -104,114 +111,253 @@ pub enum GenerateError {
     /// There is nothing to go on from.
     #[error("the prompt has no tokens")]
     EmptyPrompt,
+    /// The session could not be brought back to before a rejected draft.
+    #[error(transparent)]
+    Session(#[from] anyhow::Error),
     /// The receiver of the text failed.
     #[error("writing the answer")]
     Sink(#[source] std::io::Error),
 }
 
-/// Generates an answer, handing each piece of text to `sink` as it comes.
-///
-/// A cancelled token ends the answer with what there is; it is an error only while the prompt is processed.
-/// `constraint` restricts the answer, not the thinking before it.
-///
-/// # Errors
-/// See [`GenerateError`].
-pub fn generate(
-    session: &mut Session,
-    tokenizer: &Tokenizer,
-    sampler: &mut Sampler,
-    mut constraint: Option<&mut Constraint>,
-    request: &Request,
-    cancel: &CancelToken,
-    sink: &mut Sink<'_>,
-) -> Result<Answer, GenerateError> {
-    if request.prompt.is_empty() {
-        return Err(GenerateError::EmptyPrompt);
-    }
-    let mut text = TextSplitter::new(tokenizer, request);
-    let n_max = request.n_predict.unwrap_or(usize::MAX);
-    let mut tokens: Vec<u32> = Vec::new();
-    let mut masked: Vec<f32> = Vec::new();
-    // Tokens to process next: the prompt, then the one sampled, or those that close the thinking block.
-    let mut pending = request.prompt.clone();
-    let mut prompt_time = None;
-    let mut start = Instant::now();
-    let finish_reason = loop {
-        let position = session.n_past() + pending.len();
-        let outputs = if tokens.len() < n_max {
-            Outputs::Last
-        } else {
-            Outputs::None
-        };
-        let logits = match session.eval(&pending, outputs, cancel) {
-            Ok(logits) => logits,
-            Err(EvalError::ContextFull { .. }) if !tokens.is_empty() => break FinishReason::Length,
-            Err(EvalError::Cancelled) if !tokens.is_empty() => break FinishReason::Cancelled,
-            Err(error) => return Err(error.into()),
-        };
-        pending.iter().for_each(|&token| sampler.accept(token));
-        if prompt_time.is_none() {
-            prompt_time = Some(start.elapsed());
-            start = Instant::now();
-        }
-        if tokens.len() >= n_max {
-            break FinishReason::Length;
-        }
-        if cancel.is_cancelled() {
-            break FinishReason::Cancelled;
-        }
+/// Everything that an answer is made with.
+pub struct Generator<'a> {
+    /// The sequence that it goes on from.
+    pub session: &'a mut Session,
+    /// The vocabulary.
+    pub tokenizer: &'a Tokenizer,
+    /// How tokens are chosen.
+    pub sampler: &'a mut Sampler,
+    /// Restricts the answer, not the thinking before it.
+    pub constraint: Option<&'a mut Constraint>,
+    /// Guesses tokens, so that several can be processed at once.
+    pub speculator: Option<&'a mut Speculator>,
+}
 
-        let active = constraint.as_deref_mut().filter(|_| !text.is_thinking());
-        let token = match active {
-            None => sampler.sample(logits, position as u64)?,
-            Some(constraint) => {
-                masked.clear();
-                masked.extend_from_slice(logits);
-                constraint
-                    .mask(&mut masked)
-                    .map_err(GenerateError::Constraint)?;
-                let token = sampler.sample(&masked, position as u64)?;
-                constraint
-                    .accept(token)
-                    .map_err(GenerateError::Constraint)?;
-                token
+impl Generator<'_> {
+    /// Generates an answer, handing each piece of text to `sink` as it comes.
+    ///
+    /// A cancelled token ends the answer with what there is; it is an error only while the prompt is processed. The
+    /// session then holds the prompt and the answer, without its last token.
+    ///
+    /// # Errors
+    /// See [`GenerateError`].
+    pub fn answer(
+        &mut self,
+        request: &Request,
+        cancel: &CancelToken,
+        sink: &mut Sink<'_>,
+    ) -> Result<Answer, GenerateError> {
+        if request.prompt.is_empty() {
+            return Err(GenerateError::EmptyPrompt);
+        }
+        let mut text = TextSplitter::new(self.tokenizer, request);
+        let n_max = request.n_predict.unwrap_or(usize::MAX);
+        let mut tokens: Vec<u32> = Vec::new();
+        // Tokens to process next: the prompt, then the one chosen, or those that close the thinking block.
+        let mut pending = request.prompt.clone();
+        let mut prompt_time = None;
+        let mut start = Instant::now();
+        let finish_reason = loop {
+            let round_start = Instant::now();
+            let draft = match (&pending[..], prompt_time) {
+                (&[token], Some(_)) => self.draft(token, n_max - tokens.len())?,
+                _ => Draft::default(),
+            };
+            let first_row = pending.len() - 1;
+            let outputs = if tokens.len() < n_max {
+                Outputs::From(first_row)
+            } else {
+                Outputs::None
+            };
+            let n_known = pending.len();
+            pending.extend_from_slice(&draft.tokens);
+            let pass_start = Instant::now();
+            let evaluated = self.session.eval(&pending, outputs, cancel).map(|_| ());
+            let verify = pass_start.elapsed();
+            match evaluated {
+                Ok(()) => {}
+                Err(EvalError::ContextFull { .. }) if !tokens.is_empty() => {
+                    break FinishReason::Length;
+                }
+                Err(EvalError::Cancelled) if !tokens.is_empty() => break FinishReason::Cancelled,
+                Err(error) => return Err(error.into()),
+            }
+            pending.truncate(n_known);
+            pending.iter().for_each(|&token| self.sampler.accept(token));
+            let decoding = prompt_time.is_some();
+            if !decoding {
+                prompt_time = Some(start.elapsed());
+                start = Instant::now();
+            }
+            if tokens.len() >= n_max {
+                break FinishReason::Length;
+            }
+            if cancel.is_cancelled() {
+                self.session.reject(draft.tokens.len())?;
+                break FinishReason::Cancelled;
+            }
+
+            let n_before = tokens.len();
+            let mut round = Round {
+                draft: &draft,
+                accepted: 0,
+                checked: 0,
+                sampling: Duration::ZERO,
+            };
+            let ended = self.choose(
+                request,
+                &mut round,
+                n_max,
+                &mut tokens,
+                &mut pending,
+                &mut text,
+                sink,
+            )?;
+            let reject_start = Instant::now();
+            self.session.reject(draft.tokens.len() - round.accepted)?;
+            // Passes over more than one known token say nothing about decoding.
+            let counts = decoding && n_known == 1;
+            if let Some(speculator) = self.speculator.as_deref_mut().filter(|_| counts) {
+                let rollback = reject_start.elapsed();
+                let spent = verify + rollback + round.sampling;
+                let drafting = pass_start - round_start;
+                speculator.learn(
+                    &draft,
+                    round.checked,
+                    round.accepted,
+                    &RoundTimes {
+                        verify,
+                        rollback,
+                        sampling: round.sampling,
+                        other: round_start.elapsed().saturating_sub(spent + drafting),
+                        n_tokens: tokens.len() - n_before,
+                    },
+                );
+            }
+            if let Some(reason) = ended {
+                break reason;
             }
         };
-        tokens.push(token);
-        if tokenizer.is_eog(token) && !request.ignore_eos {
-            break FinishReason::Stop;
-        }
-        if text.push(token, sink)? {
-            break FinishReason::Stop;
-        }
-        pending.clear();
-        pending.push(token);
-        if text.is_over_budget(request) {
-            for &token in &text.close_thinking {
-                tokens.push(token);
-                pending.push(token);
+        let decode_time = start.elapsed();
+        let n_reasoning = text.n_reasoning;
+        let (text, reasoning) = text.finish(sink)?;
+        Ok(Answer {
+            text,
+            reasoning,
+            tokens,
+            n_reasoning,
+            finish_reason,
+            n_prompt: request.prompt.len(),
+            prompt_time: prompt_time.unwrap_or_default(),
+            decode_time,
+            speculation: self.speculator.as_deref_mut().map(Speculator::take_stats),
+        })
+    }
+
+    /// Guesses what follows `token`, when at most `n_left` tokens may still come after it.
+    fn draft(&mut self, token: u32, n_left: usize) -> Result<Draft, GenerateError> {
+        let Some(speculator) = self.speculator.as_deref_mut() else {
+            return Ok(Draft::default());
+        };
+        // The model's own choice after the last guess is a token, too.
+        let in_context = self.session.params().n_ctx - self.session.n_past();
+        let room = in_context.min(n_left).saturating_sub(1);
+        Ok(speculator.draft(self.session, self.sampler.params(), token, room)?)
+    }
+
+    /// Chooses tokens from the rows of the last pass, as long as the guesses are right. The last one, with what has
+    /// to follow it, is pending then. Returns why the answer ended, if it did.
+    #[expect(clippy::too_many_arguments, reason = "the state of one answer")]
+    fn choose(
+        &mut self,
+        request: &Request,
+        round: &mut Round<'_>,
+        n_max: usize,
+        tokens: &mut Vec<u32>,
+        pending: &mut Vec<u32>,
+        text: &mut TextSplitter<'_>,
+        sink: &mut Sink<'_>,
+    ) -> Result<Option<FinishReason>, GenerateError> {
+        let n_vocab = self.session.engine().config().n_vocab as usize;
+        let first = self.session.n_past() - round.draft.tokens.len();
+        let mut masked: Vec<f32> = Vec::new();
+        for row in 0..=round.draft.tokens.len() {
+            let start = Instant::now();
+            let logits = &self.session.logits()[row * n_vocab..(row + 1) * n_vocab];
+            let position = (first + row) as u64;
+            let constraint = self.constraint.as_deref_mut();
+            let token = match constraint.filter(|_| !text.is_thinking()) {
+                None => choose_token(self.sampler, logits, position, round.draft, row)?,
+                Some(constraint) => {
+                    masked.clear();
+                    masked.extend_from_slice(logits);
+                    constraint
+                        .mask(&mut masked)
+                        .map_err(GenerateError::Constraint)?;
+                    let token = choose_token(self.sampler, &masked, position, round.draft, row)?;
+                    constraint
+                        .accept(token)
+                        .map_err(GenerateError::Constraint)?;
+                    token
+                }
+            };
+            let guess = round.draft.tokens.get(row).copied();
+            round.sampling += start.elapsed();
+            round.checked += usize::from(guess.is_some());
+            let right = guess == Some(token);
+            tokens.push(token);
+            if self.tokenizer.is_eog(token) && !request.ignore_eos {
+                return Ok(Some(FinishReason::Stop));
             }
-            for &token in &pending[1..] {
-                text.push(token, sink)?;
+            if text.push(token, sink)? {
+                return Ok(Some(FinishReason::Stop));
             }
+            pending.clear();
+            pending.push(token);
+            if text.is_over_budget(request) {
+                for &token in &text.close_thinking {
+                    tokens.push(token);
+                    pending.push(token);
+                }
+                for &token in &pending[1..] {
+                    text.push(token, sink)?;
+                }
+            }
+            // The last token stays unprocessed: nobody asks what comes after it.
+            if tokens.len() >= n_max {
+                return Ok(Some(FinishReason::Length));
+            }
+            if !right || pending.len() > 1 {
+                break;
+            }
+            // It is processed already, so the next row is the one after it.
+            round.accepted += 1;
+            self.sampler.accept(token);
         }
-        // The last token stays unprocessed: nobody asks what comes after it.
-        if tokens.len() >= n_max {
-            break FinishReason::Length;
-        }
-    };
-    let decode_time = start.elapsed();
-    let n_reasoning = text.n_reasoning;
-    let (text, reasoning) = text.finish(sink)?;
-    Ok(Answer {
-        text,
-        reasoning,
-        tokens,
-        n_reasoning,
-        finish_reason,
-        n_prompt: request.prompt.len(),
-        prompt_time: prompt_time.unwrap_or_default(),
-        decode_time,
+        Ok(None)
+    }
+}
+
+/// What became of one draft.
+struct Round<'a> {
+    draft: &'a Draft,
+    accepted: usize,
+    checked: usize,
+    sampling: Duration,
+}
+
+/// The token at `position`: chosen from the logits as without a draft, or where the draft was drawn at random, by
+/// the rule that keeps the distribution.
+fn choose_token(
+    sampler: &mut Sampler,
+    logits: &[f32],
+    position: u64,
+    draft: &Draft,
+    row: usize,
+) -> Result<u32, GenerateError> {
+    Ok(match (draft.drawn_from.get(row), draft.tokens.get(row)) {
+        (Some(q), Some(&drafted)) => sampler.check_drawn(logits, position, drafted, q)?,
+        _ => sampler.sample(logits, position)?,
     })
 }
 

@@ -27,6 +27,7 @@ pub mod grammar;
 pub mod model;
 pub mod sampler;
 pub mod session;
+pub mod speculate;
 pub mod state;
 pub mod template;
 pub mod tokenizer;

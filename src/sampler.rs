@@ -357,6 +357,51 @@ impl Sampler {
         let uniform = keyed_uniform(self.params.seed, position, Purpose::Target);
         draw(self.distribution(logits)?, uniform).ok_or(SampleError::NoCandidate)
     }
+
+    /// Checks a draft token that was drawn from the distribution `q` (Leviathan et al., "Fast inference from
+    /// transformers via speculative decoding", 2023): it stays with probability `min(1, p / q)`, else a token drawn
+    /// from what `p` has more than `q` takes its place. The result is distributed as [`Self::distribution`].
+    pub fn check_drawn(
+        &mut self,
+        logits: &[f32],
+        position: u64,
+        drafted: u32,
+        q: &[Candidate],
+    ) -> Result<u32, SampleError> {
+        let seed = self.params.seed;
+        let accept = keyed_uniform(seed, position, Purpose::Accept);
+        let residual = keyed_uniform(seed, position, Purpose::Residual);
+        let p = self.distribution(logits)?;
+        check_drawn(p, q, drafted, accept, residual).ok_or(SampleError::NoCandidate)
+    }
+}
+
+/// The rule of [`Sampler::check_drawn`], with its two random numbers in [0, 1).
+fn check_drawn(
+    p: &[Candidate],
+    q: &[Candidate],
+    drafted: u32,
+    accept: f64,
+    residual: f64,
+) -> Option<u32> {
+    let of = |row: &[Candidate], id: u32| {
+        let found = row.iter().find(|c| c.id == id);
+        found.map_or(0.0, |c| f64::from(c.p))
+    };
+    if accept * of(q, drafted) < of(p, drafted) {
+        return Some(drafted);
+    }
+    let more = |c: &Candidate| (f64::from(c.p) - of(q, c.id)).max(0.0);
+    let total: f64 = p.iter().map(more).sum();
+    if total <= 0.0 {
+        return draw(p, residual);
+    }
+    let mut cumulative = 0.0;
+    let chosen = p.iter().find(|c| {
+        cumulative += more(c);
+        cumulative > residual * total
+    });
+    chosen.map(|c| c.id)
 }
 
 /// The id at `uniform` (in [0, 1)) of the cumulative distribution, in the order given and in `f64`; `p` need
@@ -390,10 +435,20 @@ pub enum Purpose {
 /// Uniform in [0, 1) with 53 random bits, a pure function of its arguments.
 ///
 /// Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011), which passes
-/// TestU01's BigCrush: the seed is the key, (position, purpose, 0) the counter. The mapping is part of what
+/// TestU01's BigCrush: the seed is the key, (position, purpose, index) the counter. The mapping is part of what
 /// "same seed, same text" means: do not change it.
 pub fn keyed_uniform(seed: u64, position: u64, purpose: Purpose) -> f64 {
-    let counter = [position as u32, (position >> 32) as u32, purpose as u32, 0];
+    keyed_uniforms(seed, position, purpose, 0)
+}
+
+/// As [`keyed_uniform`], for decisions that need several numbers: the one at `index`.
+pub fn keyed_uniforms(seed: u64, position: u64, purpose: Purpose, index: u32) -> f64 {
+    let counter = [
+        position as u32,
+        (position >> 32) as u32,
+        purpose as u32,
+        index,
+    ];
     let [high, low, ..] = philox4x32_10(counter, [seed as u32, (seed >> 32) as u32]);
     let bits = (u64::from(high) << 32 | u64::from(low)) >> 11;
     bits as f64 / (1u64 << 53) as f64

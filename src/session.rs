@@ -11,10 +11,12 @@ use std::time::{Duration, Instant};
 use ggml_metal::{Backend, DType};
 
 use crate::engine::Engine;
-use crate::model::forward::{DraftGraph, HeadPass, TrunkGraph, TrunkShape};
+use crate::model::forward::{
+    DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
+};
 use crate::state::{KV_PAD, KvTypes, SavedState, State};
 
-/// Graphs kept for reuse: one for decoding, and some widths of prompt chunks.
+/// Graphs kept for reuse, besides one for each way to go on after a draft: some widths of prompt chunks.
 const MAX_GRAPHS: usize = 6;
 /// Positions are 32-bit numbers on the device.
 const MAX_CTX: usize = 1 << 30;
@@ -32,6 +34,13 @@ pub struct SessionParams {
     pub kv: KvTypes,
     /// Keep the draft head's state up.
     pub mtp: bool,
+    /// Tokens of one pass that [`Session::reject`] can take back; costs as many copies of the recurrent state.
+    pub n_rollback: usize,
+    /// Give the same bits whatever the width of a pass, where the device's kernels allow it: a single token then
+    /// goes through attention as two do. See `docs/ARCHITECTURE.md`.
+    pub exact: bool,
+    /// The tokens that the draft head chooses from; all where there is none.
+    pub draft_vocab: Option<DraftVocab>,
 }
 
 impl Default for SessionParams {
@@ -44,6 +53,9 @@ impl Default for SessionParams {
                 v: DType::F16,
             },
             mtp: false,
+            n_rollback: 0,
+            exact: false,
+            draft_vocab: None,
         }
     }
 }
@@ -125,10 +137,30 @@ impl Snapshot {
         &self.tokens
     }
 
+    /// What the tokens left behind: of each linear layer the window of its convolution and its state, of the draft
+    /// head its hidden state, all F32; then keys and values of each full-attention layer and of the draft head, in
+    /// the session's types, a row for each token.
+    pub fn parts(&self) -> &[Vec<u8>] {
+        self.state.parts()
+    }
+
     /// Bytes that it takes.
     pub fn bytes(&self) -> usize {
         self.state.bytes() + self.tokens.len() * size_of::<u32>()
     }
+}
+
+/// Bytes that a session takes on its device.
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct SessionBytes {
+    /// Keys and values as allocated now, the draft head's included.
+    pub kv: usize,
+    /// The recurrent state, and the draft head's hidden state.
+    pub state: usize,
+    /// Older states, from which a rejected draft is undone.
+    pub rollback: usize,
+    /// Intermediate results of all graphs that are kept.
+    pub compute: usize,
 }
 
 /// One sequence.
@@ -139,7 +171,11 @@ pub struct Session {
     tokens: Vec<u32>,
     /// Most recently used last.
     graphs: Vec<TrunkGraph>,
-    draft: Option<DraftGraph>,
+    drafts: Vec<DraftGraph>,
+    /// Newest tokens of the last pass that were taken back: the next one begins from an older state.
+    back: usize,
+    /// How many more can be taken back.
+    can_reject: usize,
     logits: Vec<f32>,
     head_logits: Vec<f32>,
     compute_time: Duration,
@@ -180,13 +216,27 @@ impl Session {
             params.kv.v
         );
         let n_cells = params.n_ctx.min(FIRST_CELLS);
-        let state = State::new(config, backend, params.kv, n_cells, params.mtp)?;
+        if let Some(vocab) = params.draft_vocab {
+            anyhow::ensure!(
+                0 < vocab.n_first
+                    && vocab.n_first <= vocab.last_from
+                    && vocab.last_from <= config.n_vocab,
+                "a draft vocabulary of ids below {} and from {} on does not fit a vocabulary of {}",
+                vocab.n_first,
+                vocab.last_from,
+                config.n_vocab
+            );
+        }
+        let n_slots = params.n_rollback + 1;
+        let state = State::new(config, backend, params.kv, n_cells, n_slots, params.mtp)?;
         Ok(Self {
             params,
             state,
             tokens: Vec::new(),
             graphs: Vec::new(),
-            draft: None,
+            drafts: Vec::new(),
+            back: 0,
+            can_reject: 0,
             logits: Vec::new(),
             head_logits: Vec::new(),
             compute_time: Duration::ZERO,
@@ -214,12 +264,17 @@ impl Session {
         self.tokens.len()
     }
 
-    /// Bytes of keys and values as allocated now, of the recurrent state, and of intermediate results.
-    pub fn bytes(&self) -> (usize, usize, usize) {
-        let (kv, recurrent) = self.state.bytes();
+    /// What it takes on the device now.
+    pub fn bytes(&self) -> SessionBytes {
+        let (kv, recurrent, rollback) = self.state.bytes();
         let trunk = self.graphs.iter().map(|g| g.graph().compute_bytes());
-        let draft = self.draft.iter().map(|g| g.graph().compute_bytes());
-        (kv, recurrent, trunk.chain(draft).sum())
+        let draft = self.drafts.iter().map(|g| g.graph().compute_bytes());
+        SessionBytes {
+            kv,
+            state: recurrent - rollback,
+            rollback,
+            compute: trunk.chain(draft).sum(),
+        }
     }
 
     /// What all passes so far took, without building graphs, copying results and choosing tokens.
@@ -244,6 +299,11 @@ impl Session {
         };
         self.run(tokens, outputs, head, cancel)?;
         Ok(&self.logits)
+    }
+
+    /// The logits that the last [`Session::eval`] returned.
+    pub fn logits(&self) -> &[f32] {
+        &self.logits
     }
 
     /// As [`Session::eval`] for every token, with the draft head's logits too: its row `i` is the guess for the
@@ -295,11 +355,19 @@ impl Session {
                 n_kv: (n_past + chunk.len()).next_multiple_of(KV_PAD),
                 n_outputs,
                 head,
+                back: self.back,
+                unsplit: self.params.exact && chunk.len() == 1,
             };
             let graph = self.graph(shape)?;
             let start = Instant::now();
             graph.compute(chunk, n_past)?;
             self.compute_time += start.elapsed();
+            self.back = 0;
+            self.can_reject = if chunk.len() <= self.state.n_slots() {
+                chunk.len() - 1
+            } else {
+                0
+            };
             let first = self.logits.len();
             // The graph just used is the last in the list.
             if let Some(graph) = self.graphs.last() {
@@ -312,39 +380,136 @@ impl Session {
         Ok(())
     }
 
-    /// Drafts up to `depth` tokens after `token`, which is the next to be processed, with the head alone.
-    /// Returns the tokens and the head's logits, a row a step. The session's tokens stay as they are.
+    /// Takes back the newest `n` tokens of the last pass, as if they had never been processed.
+    ///
+    /// # Errors
+    /// When the last pass was not wider than that, or its states were not kept (see
+    /// [`SessionParams::n_rollback`]).
+    pub fn reject(&mut self, n: usize) -> anyhow::Result<()> {
+        anyhow::ensure!(
+            n <= self.can_reject,
+            "{n} tokens cannot be taken back, only {} of the last pass can",
+            self.can_reject
+        );
+        self.can_reject -= n;
+        self.back += n;
+        self.tokens.truncate(self.tokens.len() - n);
+        Ok(())
+    }
+
+    /// Drafts `depth` tokens after `token`, which is the next to be processed, with the head alone. Returns the
+    /// tokens and the head's logits, a row a step. The session's tokens stay as they are.
     ///
     /// # Errors
     /// See [`EvalError`]; also when the session does not keep up the draft head.
     pub fn draft(&mut self, token: u32, depth: usize) -> Result<(Vec<u32>, &[f32]), EvalError> {
+        let drafted = self.run_draft(token, depth, DraftKeeps::Logits, &[])?;
+        Ok((drafted, &self.head_logits))
+    }
+
+    /// As [`Session::draft`], keeping nothing but the tokens.
+    ///
+    /// # Errors
+    /// See [`Session::draft`].
+    pub fn draft_tokens(&mut self, token: u32, depth: usize) -> Result<Vec<u32>, EvalError> {
+        self.run_draft(token, depth, DraftKeeps::Tokens, &[])
+    }
+
+    /// As [`Session::draft`], with the probability that the head gives each token.
+    ///
+    /// # Errors
+    /// See [`Session::draft`].
+    pub fn draft_with_confidence(
+        &mut self,
+        token: u32,
+        depth: usize,
+    ) -> Result<(Vec<u32>, &[f32]), EvalError> {
+        let drafted = self.run_draft(token, depth, DraftKeeps::Confidence, &[])?;
+        Ok((drafted, &self.head_logits))
+    }
+
+    /// As [`Session::draft`], with each step choosing among its `k` best tokens the one whose logit is largest after
+    /// a row of `noise` (`k` for each step) was added. Returns also what each step chose from: `k` tokens with
+    /// their logits before the noise, for each step.
+    ///
+    /// # Errors
+    /// See [`Session::draft`].
+    pub fn draft_with_noise(
+        &mut self,
+        token: u32,
+        k: usize,
+        noise: &[f32],
+    ) -> Result<(Vec<u32>, Vec<(u32, f32)>), EvalError> {
+        let depth = noise.len() / k.max(1);
+        let drafted = self.run_draft(token, depth, DraftKeeps::Best(k), noise)?;
+        let best = match self.drafts.last() {
+            Some(graph) if depth > 0 => graph.read_best()?,
+            _ => Vec::new(),
+        };
+        Ok((drafted, best))
+    }
+
+    fn run_draft(
+        &mut self,
+        token: u32,
+        depth: usize,
+        keeps: DraftKeeps,
+        noise: &[f32],
+    ) -> Result<Vec<u32>, EvalError> {
         self.check_tokens(&[token])?;
         self.head_logits.clear();
         if depth == 0 {
-            return Ok((Vec::new(), &self.head_logits));
+            return Ok(Vec::new());
         }
         self.make_room(depth)?;
         let n_past = self.n_past();
-        let n_kv = (n_past + depth).next_multiple_of(KV_PAD);
-        let fits = |g: &DraftGraph| g.depth() == depth && g.n_kv() == n_kv;
-        if !self.draft.as_ref().is_some_and(fits) {
-            self.draft = DraftGraph::new(
+        let shape = DraftShape {
+            depth,
+            n_kv: (n_past + depth).next_multiple_of(KV_PAD),
+            back: self.back,
+            vocab: self.params.draft_vocab,
+            keeps,
+        };
+        let start = Instant::now();
+        let drafted = self.draft_graph(shape)?.compute(token, n_past, noise)?;
+        self.compute_time += start.elapsed();
+        // The graph just used is the last in the list.
+        if let Some(graph) = self.drafts.last() {
+            graph.read_kept(&mut self.head_logits)?;
+        }
+        Ok(drafted)
+    }
+
+    /// The draft chain of that shape, made if there is none, moved to the end of the list.
+    fn draft_graph(&mut self, shape: DraftShape) -> anyhow::Result<&mut DraftGraph> {
+        if let Some(at) = self.drafts.iter().position(|g| g.shape() == shape) {
+            let graph = self.drafts.remove(at);
+            self.drafts.push(graph);
+        } else {
+            let stale = |g: &DraftGraph| g.shape().n_kv != shape.n_kv;
+            if let Some(at) = self.drafts.iter().position(stale) {
+                self.drafts.remove(at);
+            } else if self.drafts.len() >= self.max_graphs() {
+                self.drafts.remove(0);
+            }
+            let graph = DraftGraph::new(
                 self.engine.config(),
                 self.engine.weights().for_width(1),
                 &self.state,
                 self.engine.backends(),
-                depth,
-                n_kv,
+                shape,
             )?;
+            self.drafts.push(
+                graph.ok_or_else(|| anyhow::anyhow!("this session has no draft head to use"))?,
+            );
         }
-        let Some(graph) = &mut self.draft else {
-            return Err(EvalError::Failed(anyhow::anyhow!(
-                "this session does not keep up the draft head"
-            )));
-        };
-        let drafted = graph.compute(token, n_past)?;
-        graph.read_logits(&mut self.head_logits)?;
-        Ok((drafted, &self.head_logits))
+        let last = self.drafts.len() - 1;
+        Ok(&mut self.drafts[last])
+    }
+
+    /// A chain of drafts can end in as many ways as it has steps, and one more; passes have as many widths.
+    fn max_graphs(&self) -> usize {
+        MAX_GRAPHS + self.state.n_slots() * self.state.n_slots().min(8)
     }
 
     /// Copies the session's state, to be put back later or into another session of the same shape.
@@ -354,7 +519,7 @@ impl Session {
     pub fn snapshot(&self) -> anyhow::Result<Snapshot> {
         Ok(Snapshot {
             tokens: self.tokens.clone(),
-            state: self.state.save(self.n_past())?,
+            state: self.state.save(self.n_past(), self.back)?,
         })
     }
 
@@ -374,6 +539,7 @@ impl Session {
             });
         }
         self.tokens.clear();
+        (self.back, self.can_reject) = (0, 0);
         self.make_room(n_past)?;
         self.state.load(&snapshot.state)?;
         self.tokens.clone_from(&snapshot.tokens);
@@ -386,6 +552,7 @@ impl Session {
     /// When the device cannot be written.
     pub fn clear(&mut self) -> anyhow::Result<()> {
         self.tokens.clear();
+        (self.back, self.can_reject) = (0, 0);
         self.state.clear()
     }
 
@@ -415,7 +582,7 @@ impl Session {
         if needed > has {
             // Graphs hold on to the tensors that they were made over.
             self.graphs.clear();
-            self.draft = None;
+            self.drafts.clear();
             let backend = self.backend().clone();
             let room = needed.max(2 * has).min(n_ctx.next_multiple_of(KV_PAD));
             self.state.grow(&backend, room, n_past)?;
@@ -433,7 +600,7 @@ impl Session {
             let stale = |g: &TrunkGraph| g.shape().n_kv != shape.n_kv;
             if let Some(at) = self.graphs.iter().position(stale) {
                 self.graphs.remove(at);
-            } else if self.graphs.len() >= MAX_GRAPHS {
+            } else if self.graphs.len() >= self.max_graphs() {
                 self.graphs.remove(0);
             }
             self.graphs.push(TrunkGraph::new(

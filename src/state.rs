@@ -34,6 +34,7 @@ pub struct State {
     /// The draft head's, where it is kept up.
     pub head: Option<HeadState>,
     n_cells: usize,
+    n_slots: usize,
 }
 
 /// The state of one layer.
@@ -70,21 +71,46 @@ pub struct Rotations {
 /// Size of the smallest rotation.
 const MIN_ROTATION: i64 = 64;
 
-/// The recurrent state of one layer, in F32.
+/// The recurrent state of one layer, in F32, after each of the last `n_slots` tokens: a rejected draft is undone by
+/// going on from an older slot. Slot 0 is the newest.
 pub struct DeltaNetState {
-    /// The last inputs of the convolution, `[conv_kernel - 1, conv_dim, n_seqs]`.
+    /// The last inputs of the convolution, `[conv_kernel - 1 + n_slots - 1, conv_dim, n_seqs]`, the newest at the
+    /// end; the window of slot `b` ends `b` inputs before it.
     pub conv: Tensor,
-    /// `[head_dim, head_dim, n_v_heads, n_seqs]`
-    pub s: Tensor,
+    /// Room for the result of a gated delta rule over up to `n_slots` tokens: their outputs, then the states
+    /// `[head_dim, head_dim, n_v_heads, n_seqs]` of all slots. The operation works in this memory, so that no state
+    /// is ever copied. Fewer tokens' outputs lie at the end of their part.
+    pub memory: Tensor,
+    /// Elements of one token's outputs.
+    n_out: usize,
+    /// Elements of one state.
+    n_state: usize,
+    /// Inputs in a convolution's window.
+    n_window: usize,
+    n_slots: usize,
 }
 
 /// The draft head's state.
 pub struct HeadState {
     /// Cell `t` holds the entry made from the token at `t` and the hidden state at `t - 1`; cell 0 is unused.
     pub kv: KvCache,
-    /// The trunk's normed hidden state at the last token, `[n_embd, n_seqs]`, F32.
+    /// The trunk's normed hidden states at the last tokens, `[n_embd, n_slots, n_seqs]`, F32, the newest at the end.
     pub hidden: Tensor,
 }
+
+/// A part of a tensor that is state: the elements of a range, in pieces of `n` every `stride` where those differ.
+struct Part<'a> {
+    tensor: &'a Tensor,
+    first: usize,
+    n: usize,
+    stride: usize,
+    n_pieces: usize,
+}
+
+/// The largest alignment that a device asks of an operation's result (CUDA's).
+const MAX_ALIGNMENT: usize = 128;
+/// Bytes of an element of everything that is not keys and values.
+const F32_BYTES: usize = size_of::<f32>();
 
 /// Types of the keys and values.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -96,15 +122,17 @@ pub struct KvTypes {
 }
 
 impl State {
-    /// A zeroed state with room for `n_cells` tokens.
+    /// A zeroed state with room for `n_cells` tokens, of which the newest `n_slots - 1` can be taken back.
     ///
     /// # Errors
-    /// When memory runs out, or a head does not fill whole blocks of the key or value type.
+    /// When memory runs out, a head does not fill whole blocks of the key or value type, or delta-net heads have an
+    /// odd size that leaves no room for slots.
     pub fn new(
         config: &Config,
         backend: &Backend,
         types: KvTypes,
         n_cells: usize,
+        n_slots: usize,
         head: bool,
     ) -> Result<Self> {
         for dtype in [types.k, types.v] {
@@ -129,7 +157,7 @@ impl State {
         let mut layers = Vec::with_capacity(config.n_layer());
         for (il, layer) in config.layers.iter().enumerate() {
             layers.push(if layer.recurrent {
-                LayerState::DeltaNet(DeltaNetState::new(config, backend, il)?)
+                LayerState::DeltaNet(DeltaNetState::new(config, backend, n_slots, il)?)
             } else {
                 LayerState::Attention(kv_cache(layer, il)?)
             });
@@ -137,8 +165,8 @@ impl State {
         let head = match &config.mtp {
             Some(layer) if head => {
                 let context = Context::new(1)?;
-                let hidden =
-                    context.new_tensor("head_hidden", DType::F32, &[config.n_embd, N_SEQS]);
+                let shape = [config.n_embd, n_slots as i64, N_SEQS];
+                let hidden = context.new_tensor("head_hidden", DType::F32, &shape);
                 context.allocate(backend, "the draft head's hidden state")?;
                 Some(HeadState {
                     kv: kv_cache(layer, config.n_layer())?,
@@ -151,7 +179,13 @@ impl State {
             layers,
             head,
             n_cells,
+            n_slots,
         })
+    }
+
+    /// States of the newest tokens that are kept: as many tokens less one can be taken back.
+    pub fn n_slots(&self) -> usize {
+        self.n_slots
     }
 
     /// Tokens that there is room for.
@@ -181,40 +215,58 @@ impl State {
         layers.chain(self.head.iter_mut().map(|head| &mut head.kv))
     }
 
-    /// Tensors whose whole content is state, and tensors of which the first `n_past` rows are.
-    fn tensors(&self) -> (Vec<&Tensor>, Vec<&Tensor>) {
-        let (mut whole, mut rows) = (Vec::new(), Vec::new());
+    /// Everything of constant size: the parts that are the state when the newest `back` tokens do not count.
+    fn parts(&self, back: usize) -> Vec<Part<'_>> {
+        let mut parts = Vec::new();
         for layer in &self.layers {
-            match layer {
-                LayerState::Attention(kv) => rows.extend([&kv.k, &kv.v]),
-                LayerState::DeltaNet(net) => whole.extend([&net.conv, &net.s]),
+            if let LayerState::DeltaNet(net) = layer {
+                parts.extend([net.window(back), net.state(back)]);
             }
         }
         if let Some(head) = &self.head {
-            whole.push(&head.hidden);
-            rows.extend([&head.kv.k, &head.kv.v]);
+            let n = head.hidden.ne(0) as usize;
+            parts.push(Part {
+                tensor: &head.hidden,
+                first: n * (self.n_slots - 1 - back),
+                n,
+                stride: n,
+                n_pieces: 1,
+            });
         }
-        (whole, rows)
+        parts
     }
 
-    /// Bytes of keys and values, and of the rest.
-    pub fn bytes(&self) -> (usize, usize) {
-        let (whole, rows) = self.tensors();
-        let sum = |tensors: Vec<&Tensor>| tensors.iter().map(|t| t.bytes()).sum();
-        (sum(rows), sum(whole))
+    /// Tensors with a row for each token.
+    fn rows(&self) -> Vec<&Tensor> {
+        let layers = self.layers.iter().filter_map(|layer| match layer {
+            LayerState::Attention(kv) => Some(kv),
+            LayerState::DeltaNet(_) => None,
+        });
+        let caches = layers.chain(self.head.iter().map(|head| &head.kv));
+        caches.flat_map(|kv| [&kv.k, &kv.v]).collect()
     }
 
-    /// Copies what the first `n_past` tokens left behind.
+    /// Bytes of keys and values, of the rest, and how many of the rest only serve to take tokens back.
+    pub fn bytes(&self) -> (usize, usize, usize) {
+        let rows = self.rows().iter().map(|t| t.bytes()).sum();
+        let (mut all, mut needed) = (0, 0);
+        for part in self.parts(0) {
+            all += part.tensor.bytes();
+            needed += part.bytes();
+        }
+        (rows, all, all - needed)
+    }
+
+    /// Copies what the first `n_past` tokens left behind, `back` tokens before the newest.
     ///
     /// # Errors
     /// When the device cannot be read.
-    pub fn save(&self, n_past: usize) -> Result<SavedState> {
-        let (whole, rows) = self.tensors();
-        let mut parts = Vec::with_capacity(whole.len() + rows.len());
-        for tensor in whole {
-            parts.push(read(tensor, tensor.bytes())?);
+    pub fn save(&self, n_past: usize, back: usize) -> Result<SavedState> {
+        let mut parts = Vec::new();
+        for part in self.parts(back) {
+            parts.push(part.read()?);
         }
-        for tensor in rows {
+        for tensor in self.rows() {
             parts.push(read(tensor, n_past * tensor.nb(1))?);
         }
         Ok(SavedState {
@@ -224,13 +276,13 @@ impl State {
         })
     }
 
-    /// Type and bytes of every tensor, of one row where the number of rows grows.
+    /// Type and bytes of every part, of one row where the number of rows grows.
     fn form(&self) -> Vec<(DType, usize)> {
-        let (whole, rows) = self.tensors();
-        let whole = whole.into_iter().map(|t| (t.dtype(), t.bytes()));
-        whole
-            .chain(rows.into_iter().map(|t| (t.dtype(), t.nb(1))))
-            .collect()
+        let whole = self.parts(0);
+        let whole = whole.iter().map(|p| (p.tensor.dtype(), p.bytes()));
+        let rows = self.rows();
+        let rows = rows.iter().map(|t| (t.dtype(), t.nb(1)));
+        whole.chain(rows).collect()
     }
 
     /// Checks that a saved state can be put back here, given enough room.
@@ -245,7 +297,7 @@ impl State {
         Ok(())
     }
 
-    /// Puts a saved state back; there must be room for its tokens.
+    /// Puts a saved state back, as that of the newest token; there must be room for its tokens.
     ///
     /// # Errors
     /// When it was saved from a state of another shape, or the device cannot be written.
@@ -257,9 +309,13 @@ impl State {
             saved.n_past,
             self.n_cells
         );
-        let (whole, rows) = self.tensors();
-        for (tensor, part) in whole.into_iter().chain(rows).zip(&saved.parts) {
-            tensor.write_bytes(0, part)?;
+        let parts = self.parts(0);
+        let (whole, rows) = saved.parts.split_at(parts.len());
+        for (part, bytes) in parts.iter().zip(whole) {
+            part.write(bytes)?;
+        }
+        for (tensor, bytes) in self.rows().into_iter().zip(rows) {
+            tensor.write_bytes(0, bytes)?;
         }
         Ok(())
     }
@@ -270,10 +326,53 @@ impl State {
     /// When the device cannot be written.
     pub fn clear(&mut self) -> Result<()> {
         // Keys and values beyond `n_past` are never looked at, so only the rest needs zeros.
-        for tensor in self.tensors().0 {
-            tensor.write_bytes(0, &vec![0; tensor.bytes()])?;
+        for part in self.parts(0) {
+            part.write(&vec![0; part.bytes()])?;
         }
         Ok(())
+    }
+}
+
+impl Part<'_> {
+    fn bytes(&self) -> usize {
+        self.n * self.n_pieces * F32_BYTES
+    }
+
+    /// Bytes from the first element of the part to the end of its last.
+    fn span(&self) -> usize {
+        ((self.n_pieces - 1) * self.stride + self.n) * F32_BYTES
+    }
+
+    fn read(&self) -> Result<Vec<u8>> {
+        let mut span = vec![0; self.span()];
+        self.tensor
+            .read_bytes(self.first * F32_BYTES, &mut span)
+            .context("reading the state")?;
+        if self.n_pieces == 1 {
+            return Ok(span);
+        }
+        let pieces = span.chunks(self.stride * F32_BYTES);
+        Ok(pieces
+            .flat_map(|piece| &piece[..self.n * F32_BYTES])
+            .copied()
+            .collect())
+    }
+
+    fn write(&self, bytes: &[u8]) -> Result<()> {
+        let mut span;
+        let bytes = if self.n_pieces == 1 {
+            bytes
+        } else {
+            span = vec![0; self.span()];
+            let pieces = span.chunks_mut(self.stride * F32_BYTES);
+            for (to, from) in pieces.zip(bytes.chunks(self.n * F32_BYTES)) {
+                to[..from.len()].copy_from_slice(from);
+            }
+            &span
+        };
+        self.tensor
+            .write_bytes(self.first * F32_BYTES, bytes)
+            .context("writing the state")
     }
 }
 
@@ -297,6 +396,11 @@ impl SavedState {
     /// Tokens that it covers.
     pub fn n_past(&self) -> usize {
         self.n_past
+    }
+
+    /// What it consists of, in the order of the layers: states first, then keys and values.
+    pub fn parts(&self) -> &[Vec<u8>] {
+        &self.parts
     }
 
     /// Bytes that it takes.
@@ -367,21 +471,73 @@ fn hadamard(backend: &Backend, n: i64) -> Result<Tensor> {
 }
 
 impl DeltaNetState {
-    fn new(config: &Config, backend: &Backend, il: usize) -> Result<Self> {
+    fn new(config: &Config, backend: &Backend, n_slots: usize, il: usize) -> Result<Self> {
         let ssm = &config.ssm;
+        let n_out = ssm.head_dim * ssm.n_v_heads * N_SEQS;
+        let n_state = ssm.head_dim * n_out;
+        let n_window = ssm.conv_kernel - 1;
+        let slots = n_slots as i64;
+        ensure!(
+            n_slots == 1 || (n_out as usize * F32_BYTES).is_multiple_of(MAX_ALIGNMENT),
+            "delta-net heads of {} values leave no place for several states",
+            ssm.head_dim
+        );
         let context = Context::new(2)?;
         let conv = context.new_tensor(
             &format!("cache_conv-{il}"),
             DType::F32,
-            &[ssm.conv_kernel - 1, ssm.conv_dim(), N_SEQS],
+            &[n_window + slots - 1, ssm.conv_dim(), N_SEQS],
         );
-        let s = context.new_tensor(
-            &format!("cache_s-{il}"),
+        let memory = context.new_tensor(
+            &format!("delta_net_memory-{il}"),
             DType::F32,
-            &[ssm.head_dim, ssm.head_dim, ssm.n_v_heads, N_SEQS],
+            &[slots * (n_out + n_state)],
         );
         context.allocate(backend, "recurrent state")?;
-        Ok(Self { conv, s })
+        Ok(Self {
+            conv,
+            memory,
+            n_out: n_out as usize,
+            n_state: n_state as usize,
+            n_window: n_window as usize,
+            n_slots,
+        })
+    }
+
+    /// Inputs that the convolution's window of slot `back` begins after.
+    pub fn window_start(&self, back: usize) -> usize {
+        self.n_slots - 1 - back
+    }
+
+    /// Element of [`DeltaNetState::memory`] at which slot `back` begins.
+    pub fn state_start(&self, back: usize) -> usize {
+        self.n_slots * self.n_out + back * self.n_state
+    }
+
+    /// Element of [`DeltaNetState::memory`] at which the outputs of `n_tokens` tokens begin, so that their states
+    /// fall on the slots.
+    pub fn outputs_start(&self, n_tokens: usize) -> usize {
+        (self.n_slots - n_tokens) * self.n_out
+    }
+
+    fn window(&self, back: usize) -> Part<'_> {
+        Part {
+            tensor: &self.conv,
+            first: self.window_start(back),
+            n: self.n_window,
+            stride: self.conv.ne(0) as usize,
+            n_pieces: (self.conv.ne(1) * N_SEQS) as usize,
+        }
+    }
+
+    fn state(&self, back: usize) -> Part<'_> {
+        Part {
+            tensor: &self.memory,
+            first: self.state_start(back),
+            n: self.n_state,
+            stride: self.n_state,
+            n_pieces: 1,
+        }
     }
 }
 

@@ -228,6 +228,16 @@ impl Tokenizer {
         }
     }
 
+    /// The first of the tokens at the end of the vocabulary that were added to it: control tokens and tags, with the
+    /// unused ids among and behind them. The number of ids where there are none.
+    pub fn first_added(&self) -> usize {
+        let is_text = |kind: &TokenKind| matches!(kind, TokenKind::Normal | TokenKind::Unknown);
+        let text_ends = self.kinds.iter().rposition(is_text).map_or(0, |at| at + 1);
+        let added = |kind: &TokenKind| matches!(kind, TokenKind::Control | TokenKind::UserDefined);
+        let first = self.kinds[text_ends..].iter().position(added);
+        first.map_or(self.kinds.len(), |n| text_ends + n)
+    }
+
     /// Whether `id` is a control token, which a reader of the answer should not see.
     pub fn is_special(&self, id: u32) -> bool {
         self.kinds.get(id as usize) == Some(&TokenKind::Control)

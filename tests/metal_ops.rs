@@ -10,7 +10,9 @@ use std::path::Path;
 
 use ggml_metal::{Backend, Context, DType, Graph, Tensor, find_device};
 use qrun::engine::Engine;
-use qrun::model::forward::{DraftGraph, HeadPass, TrunkGraph, TrunkShape};
+use qrun::model::forward::{
+    DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
+};
 use qrun::state::{KV_PAD, KvTypes, State};
 use support::*;
 
@@ -183,7 +185,7 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
     let (mut n_graphs, mut n_nodes) = (0, 0);
     for &dtype in types {
         let kv = KvTypes { k: dtype, v: dtype };
-        let state = State::new(config, &engine.backends()[0], kv, 2 * KV_PAD, true).unwrap();
+        let state = State::new(config, &engine.backends()[0], kv, 2 * KV_PAD, 4, true).unwrap();
         for &n_tokens in widths {
             for head in [HeadPass::Off, HeadPass::Keys, HeadPass::Logits] {
                 let mut outputs = vec![0, 1, n_tokens];
@@ -194,6 +196,8 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
                         n_kv: KV_PAD,
                         n_outputs,
                         head,
+                        back: n_tokens % 4,
+                        unsplit: n_tokens % 2 == 1,
                     };
                     let trunk =
                         TrunkGraph::new(config, model, &state, engine.backends(), shape).unwrap();
@@ -203,9 +207,24 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
             }
         }
         for depth in 1..=6 {
-            let draft =
-                DraftGraph::new(config, model, &state, engine.backends(), depth, 2 * KV_PAD)
-                    .unwrap();
+            let keeps = [
+                DraftKeeps::Tokens,
+                DraftKeeps::Confidence,
+                DraftKeeps::Logits,
+                DraftKeeps::Best(8),
+            ];
+            let small = DraftVocab {
+                n_first: 64,
+                last_from: config.n_vocab - 16,
+            };
+            let shape = DraftShape {
+                depth,
+                n_kv: 2 * KV_PAD,
+                back: depth % 4,
+                vocab: (depth % 2 == 0).then_some(small),
+                keeps: keeps[depth % 4],
+            };
+            let draft = DraftGraph::new(config, model, &state, engine.backends(), shape).unwrap();
             let what = format!("{dtype}, a draft of {depth}");
             n_nodes += assert_all_taken(draft.unwrap().graph(), &what);
             n_graphs += 1;

@@ -229,6 +229,47 @@ impl Context {
         self.inner.allocate(backend, backend.buffer_type(), what)
     }
 
+    /// Makes the operation `a` leave its result in `memory`, `offset` bytes from its start, instead of in memory
+    /// that the graph shares between its nodes: what is there stays until something else is put there.
+    pub fn place(&self, a: &Tensor, memory: &Tensor, offset: usize) {
+        if self.mistake.borrow().is_some() {
+            return;
+        }
+        // SAFETY: both descriptions are alive; a view's source is kept alive by its context.
+        unsafe {
+            let (result, target) = (a.as_ptr(), memory.as_ptr());
+            let buffer = (*target).buffer;
+            let fits = Arc::ptr_eq(&a.context, &self.inner)
+                && (*result).view_src.is_null()
+                && (*result).data.is_null()
+                && a.is_contiguous()
+                && (*target).view_src.is_null()
+                && memory.is_contiguous()
+                && !buffer.is_null()
+                && ggml::ggml_backend_buffer_get_usage(buffer)
+                    != ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+                && offset.is_multiple_of(ggml::ggml_backend_buffer_get_alignment(buffer))
+                && ggml::ggml_backend_buffer_get_alloc_size(buffer, result)
+                    .checked_add(offset)
+                    .is_some_and(|end| end <= memory.bytes());
+            if !fits {
+                let reason = format!("cannot lie in {} at byte {offset}", memory.name());
+                self.fail("place", a, reason);
+                return;
+            }
+            self.inner.keep_context(&memory.context);
+            // SAFETY: the range lies inside the target's data, which its context, kept by this one, keeps alive.
+            let status = ggml::ggml_backend_tensor_alloc(
+                buffer,
+                result,
+                (*target).data.cast::<u8>().add(offset).cast(),
+            );
+            if status != ggml::GGML_STATUS_SUCCESS {
+                self.fail("place", a, format!("ggml status {status}"));
+            }
+        }
+    }
+
     /// Bytes of the buffers that hold this context's tensors.
     pub fn buffer_bytes(&self) -> usize {
         self.inner.buffer_bytes()
@@ -371,6 +412,15 @@ impl Context {
         // SAFETY: see get_rows.
         self.op("argsort_top_k", &[a], fits, |c| unsafe {
             ggml::ggml_argsort_top_k(c, a.as_ptr(), k as i32)
+        })
+    }
+
+    /// The places of the `k` largest values of each row, in no order: `[n, m]` gives `[k, m]` of I32.
+    pub fn top_k(&self, a: &Tensor, k: i64) -> Tensor {
+        let fits = k >= 1 && k <= a.ne(0) && a.dtype() == DType::F32 && a.is_contiguous();
+        // SAFETY: see get_rows.
+        self.op("top_k", &[a], fits, |c| unsafe {
+            ggml::ggml_top_k(c, a.as_ptr(), k as i32)
         })
     }
 

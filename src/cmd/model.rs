@@ -8,13 +8,15 @@ use anyhow::{Context as _, Result};
 use ggml_metal::{DType, DeviceKind, Gguf, Repack, devices};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
+use qrun::model::forward::DraftVocab;
 use qrun::session::SessionParams;
+use qrun::speculate::{Depth, SpecParams};
 use qrun::state::{KV_TYPES, KvTypes};
 use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
 
 use super::UsageError;
-use crate::cli::ModelArgs;
+use crate::cli::{ModelArgs, Spec, SpecArgs};
 use crate::report;
 
 const DEMO: &str = "models/demo-Q4_K_M.gguf";
@@ -118,7 +120,84 @@ pub fn session_params(args: &ModelArgs) -> Result<SessionParams> {
             k: cache_type("--cache-type-k", &args.cache_type_k)?,
             v: cache_type("--cache-type-v", &args.cache_type_v)?,
         },
-        mtp: false,
+        ..SessionParams::default()
+    })
+}
+
+/// How to speculate under these arguments, and what the session has to keep for it; no speculation where it is off
+/// or the model has nothing to guess with.
+///
+/// # Errors
+/// When the arguments contradict each other, or ask for what the model or device does not have.
+pub fn speculation(
+    args: &SpecArgs,
+    engine: &Engine,
+    tokenizer: &Tokenizer,
+    session: &mut SessionParams,
+) -> Result<Option<SpecParams>> {
+    session.exact = args.spec_exact;
+    let depth = match args.spec {
+        Spec::Auto => Depth::Auto,
+        Spec::Fixed(n) => Depth::Fixed(usize::from(n)),
+    };
+    let mut draft_max = usize::from(args.draft_max);
+    if let Depth::Fixed(n) = depth {
+        draft_max = n;
+    }
+    if args.spec_exact {
+        if engine.backends()[0].device().kind() != DeviceKind::Cpu {
+            return Err(UsageError(
+                "--spec-exact: only the CPU's kernels give the same bits at every width; without it the text can \
+                 differ where two tokens are almost equally probable"
+                    .to_owned(),
+            )
+            .into());
+        }
+        // Wider passes of quantized weights round elsewhere.
+        if draft_max > EXACT_DEPTH && depth != Depth::Auto {
+            return Err(UsageError(format!(
+                "--spec-exact: passes give the same bits up to {EXACT_DEPTH} guesses, not {draft_max}"
+            ))
+            .into());
+        }
+        draft_max = draft_max.min(EXACT_DEPTH);
+    }
+    if draft_max == 0 {
+        return Ok(None);
+    }
+    let head = engine.mtp_status();
+    if !head.on && args.spec_ngram == 0 {
+        if let (Depth::Fixed(_), reason) = (depth, &head.reason) {
+            report::note(&format!("no speculation: {reason}"));
+        }
+        return Ok(None);
+    }
+    session.mtp = head.on;
+    session.n_rollback = draft_max;
+    session.draft_vocab = args
+        .spec_draft_vocab
+        .0
+        .and_then(|n| draft_vocab(n, tokenizer));
+    Ok(Some(SpecParams {
+        depth,
+        draft_max,
+        draft_min: usize::from(args.draft_min),
+        p_min: args.draft_p_min,
+        mtp: head.on,
+        ngram: usize::from(args.spec_ngram),
+        sampled: args.spec_sampled,
+    }))
+}
+
+/// Guesses up to which passes of Q4_K and Q6_K weights give the same bits on the CPU: width 7.
+const EXACT_DEPTH: usize = 6;
+
+/// The first `n` ids and the added tokens at the end; none where these are all.
+fn draft_vocab(n: usize, tokenizer: &Tokenizer) -> Option<DraftVocab> {
+    let last_from = tokenizer.first_added();
+    (n < last_from).then_some(DraftVocab {
+        n_first: n as i64,
+        last_from: last_from as i64,
     })
 }
 

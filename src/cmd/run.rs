@@ -8,10 +8,11 @@ use std::time::Instant;
 use anyhow::{Context as _, Result, bail};
 use qrun::chat;
 use qrun::engine::Engine;
-use qrun::generate::{Answer, FinishReason, GenerateError, Piece, Request, generate};
+use qrun::generate::{Answer, FinishReason, GenerateError, Generator, Piece, Request};
 use qrun::grammar::{Grammar, GrammarFactory};
 use qrun::sampler::{Sampler, SamplerParams, Stage};
 use qrun::session::{CancelToken, EvalError, Session};
+use qrun::speculate::Speculator;
 use qrun::template::{ChatTemplate, RenderOptions, normalize_messages};
 use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
@@ -30,7 +31,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         model::list_devices()?;
         return Ok(Outcome::Done);
     }
-    let session_params = model::session_params(&args.model)?;
+    let mut session_params = model::session_params(&args.model)?;
     let asked = Asked::read(args)?;
     let grammar = grammar(args)?;
     let tools = args
@@ -50,6 +51,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
     if let (Some(factory), Some(grammar)) = (&grammar_factory, &grammar) {
         factory.constraint(grammar).context("reading the grammar")?;
     }
+    let speculation = model::speculation(&args.spec, &engine, &tokenizer, &mut session_params)?;
     let mut runner = Runner {
         args,
         tokenizer: &tokenizer,
@@ -57,6 +59,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         tools,
         grammar: grammar_factory.as_ref().zip(grammar.as_ref()),
         session: Session::new(engine.clone(), session_params)?,
+        speculator: speculation.map(|params| Speculator::new(params, None)),
         cancel,
         engine: &engine,
     };
@@ -267,6 +270,7 @@ struct Runner<'a> {
     tools: Option<Value>,
     grammar: Option<(&'a GrammarFactory, &'a Grammar)>,
     session: Session,
+    speculator: Option<Speculator>,
     cancel: CancelToken,
     engine: &'a Engine,
 }
@@ -340,15 +344,14 @@ impl Runner<'_> {
         if self.session.n_past() > 0 {
             self.session.clear()?;
         }
-        let answer = generate(
-            &mut self.session,
-            self.tokenizer,
-            &mut sampler,
-            constraint.as_mut(),
-            &request,
-            &self.cancel,
-            sink,
-        )?;
+        let answer = Generator {
+            session: &mut self.session,
+            tokenizer: self.tokenizer,
+            sampler: &mut sampler,
+            constraint: constraint.as_mut(),
+            speculator: self.speculator.as_mut(),
+        }
+        .answer(&request, &self.cancel, sink)?;
         let complete = constraint.as_mut().map(|c| c.is_complete()).transpose()?;
         if complete == Some(false) {
             report::note("the answer was cut before its grammar was complete (raise -n)");
@@ -476,11 +479,35 @@ impl Runner<'_> {
             },
             "sampler": done.sampler,
             "sampler_source": done.source,
-            "speculation": {"enabled": false},
+            "speculation": self.speculation(answer),
             "model": self.engine.files().main().path().display().to_string(),
         });
         if let (Some(complete), Value::Object(object)) = (done.complete, &mut object) {
             object.insert("grammar_complete".to_owned(), json!(complete));
+        }
+        object
+    }
+
+    /// What speculation did, or why there was none.
+    fn speculation(&self, answer: &Answer) -> Value {
+        let head = self.engine.mtp_status();
+        let Some(stats) = &answer.speculation else {
+            let reason = if head.on {
+                "switched off"
+            } else {
+                &head.reason
+            };
+            return json!({"enabled": false, "reason": reason});
+        };
+        let mut object = json!({
+            "enabled": true,
+            "acceptance": stats.acceptance(),
+            "acceptance_at": stats.acceptance_at(),
+            "tokens_per_pass": stats.tokens_per_pass(),
+            "speedup": stats.speedup(),
+        });
+        if let (Value::Object(object), Value::Object(counts)) = (&mut object, json!(stats)) {
+            object.extend(counts);
         }
         object
     }
@@ -496,11 +523,11 @@ impl Runner<'_> {
                 sampler.temp, sampler.top_k, sampler.top_p, sampler.seed
             )
         };
-        let (kv, state, compute) = self.session.bytes();
+        let used = self.session.bytes();
         let weights = self.engine.weight_bytes();
         format!(
             "prompt {} tokens at {:.1} tok/s | answer {} tokens at {:.1} tok/s | load {} ms | {} ({}) | \
-             weights {} mapped + {} copied, KV {}, state {}, compute {}{}",
+             weights {} mapped + {} copied, KV {}, state {}, compute {}{}\n{}",
             answer.n_prompt,
             answer.prompt_tps(),
             answer.tokens.len(),
@@ -510,11 +537,51 @@ impl Runner<'_> {
             done.source,
             report::bytes(weights.mapped),
             report::bytes(weights.copied + weights.repacked),
-            report::bytes(kv),
-            report::bytes(state),
-            report::bytes(compute),
+            report::bytes(used.kv),
+            report::bytes(used.state + used.rollback),
+            report::bytes(used.compute),
             ggml_metal::peak_memory()
                 .map_or(String::new(), |n| format!(", peak {}", report::bytes(n))),
+            self.spec_line(answer),
+        )
+    }
+
+    /// One line on speculation.
+    fn spec_line(&self, answer: &Answer) -> String {
+        let head = self.engine.mtp_status();
+        let Some(stats) = answer.speculation.as_ref() else {
+            let reason = if head.on {
+                "switched off"
+            } else {
+                &head.reason
+            };
+            return format!("speculation off: {reason}");
+        };
+        if stats.rounds == 0 {
+            return "speculation: nothing was guessed, plain decoding was faster".to_owned();
+        }
+        let at: Vec<String> = stats
+            .acceptance_at()
+            .iter()
+            .map(|a| format!("{a:.2}"))
+            .collect();
+        let share = |s: f64| 100.0 * s / stats.seconds();
+        format!(
+            "speculation: {} of {} guesses right ({:.0} %), by place {}; {:.2} tokens a pass | draft {:.0} %, verify \
+             {:.0} %, rollback {:.0} %, sampling {:.0} %, other {:.0} % of the time{}",
+            stats.accepted,
+            stats.drafted,
+            100.0 * stats.acceptance(),
+            at.join(" "),
+            stats.tokens_per_pass(),
+            share(stats.draft_s),
+            share(stats.verify_s),
+            share(stats.rollback_s),
+            share(stats.sampling_s),
+            share(stats.other_s),
+            stats
+                .speedup()
+                .map_or(String::new(), |x| format!(" | {x:.2} times plain decoding")),
         )
     }
 }

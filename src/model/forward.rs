@@ -22,6 +22,11 @@ pub struct TrunkShape {
     pub n_outputs: usize,
     /// What the draft head does alongside.
     pub head: HeadPass,
+    /// Newest tokens of the pass before that do not count: rejected drafts, whose states are passed over.
+    pub back: usize,
+    /// Attention never splits the keys of a token between threads, which would sum them in another order: the pass
+    /// then gives the same bits as a wider one.
+    pub unsplit: bool,
 }
 
 /// What the draft head does during a trunk pass.
@@ -53,7 +58,8 @@ struct Inputs {
     positions: Tensor,
     /// The cell that each token's key and value go to, `[n_tokens]` I64.
     cells: Tensor,
-    /// 0 where a token may look, -inf where not, `[n_kv, n_tokens]` F16.
+    /// 0 where a token may look, -inf where not, `[n_kv, n_tokens]` F16; one row more where a single token goes
+    /// through attention twice.
     mask: Tensor,
     /// As `mask`, without cell 0, which the draft head leaves unused.
     head_mask: Option<Tensor>,
@@ -91,6 +97,7 @@ impl TrunkGraph {
             shape.n_tokens,
             shape.n_kv,
             shape.head == HeadPass::Logits,
+            shape.unsplit,
         );
         let pass = Pass {
             ctx,
@@ -98,6 +105,8 @@ impl TrunkGraph {
             inputs: &inputs,
             n_tokens: shape.n_tokens as i64,
             n_kv: shape.n_kv as i64,
+            n_slots: state.n_slots(),
+            back: shape.back,
         };
 
         let selects = (1..shape.n_tokens).contains(&shape.n_outputs);
@@ -187,18 +196,59 @@ impl TrunkGraph {
     }
 }
 
+/// The shape of a chain of draft steps.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DraftShape {
+    /// Steps.
+    pub depth: usize,
+    /// Cells that attention looks at.
+    pub n_kv: usize,
+    /// As [`TrunkShape::back`].
+    pub back: usize,
+    /// The tokens that are drafted; all where there is none.
+    pub vocab: Option<DraftVocab>,
+    /// What is kept of each step besides its token.
+    pub keeps: DraftKeeps,
+}
+
+/// The tokens that the draft head chooses from: ids are roughly in order of frequency, and the added tokens stand at
+/// their end, so that two views of the output matrix are a smaller head.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub struct DraftVocab {
+    /// Ids below this one,
+    pub n_first: i64,
+    /// and from this one on.
+    pub last_from: i64,
+}
+
+/// What a draft chain keeps of each step besides its token.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum DraftKeeps {
+    /// Nothing.
+    Tokens,
+    /// How probable the head takes the token to be.
+    Confidence,
+    /// All logits.
+    Logits,
+    /// The logits of this many best tokens, one of which is chosen at random: the one whose logit is largest after
+    /// noise was added.
+    Best(usize),
+}
+
 /// A chain of draft steps in one graph: each step feeds its best token and its hidden state to the next.
 pub struct DraftGraph {
     graph: Graph,
-    n_kv: usize,
+    shape: DraftShape,
     inputs: Vec<Inputs>,
     tokens: Vec<Tensor>,
-    logits: Vec<Tensor>,
+    /// Logits or confidences, one a step.
+    kept: Vec<Tensor>,
+    /// Of each step with noise: the ids that were chosen from, their logits, and the noise.
+    sampled: Vec<[Tensor; 3]>,
 }
 
 impl DraftGraph {
-    /// Describes and allocates a chain of `depth` steps; none where the model has no draft head or the state
-    /// does not keep it up.
+    /// Describes and allocates a chain; none where the model has no draft head or the state does not keep it up.
     ///
     /// # Errors
     /// When memory runs out.
@@ -207,57 +257,93 @@ impl DraftGraph {
         model: &Model<Tensor>,
         state: &State,
         backends: &[Backend],
-        depth: usize,
-        n_kv: usize,
+        shape: DraftShape,
     ) -> Result<Option<Self>> {
         let (Some(mtp), Some(head)) = (&model.mtp, &state.head) else {
             return Ok(None);
         };
-        let context = Context::new(node_capacity(config, depth))?;
+        let context = Context::new(node_capacity(config, shape.depth))?;
         let ctx = &context;
-        let mut inputs = Vec::with_capacity(depth);
-        for _ in 0..depth {
-            inputs.push(Inputs::new(ctx, 1, n_kv, true));
+        let ids = match shape.vocab {
+            Some(vocab) => Some(vocab.ids(&backends[0], config.n_vocab)?),
+            None => None,
+        };
+        let mut inputs = Vec::with_capacity(shape.depth);
+        for _ in 0..shape.depth {
+            inputs.push(Inputs::new(ctx, 1, shape.n_kv, true, false));
         }
-        let (mut tokens, mut all_logits) = (Vec::new(), Vec::new());
-        let mut hidden = head.hidden.clone(); // [n_embd, 1]
+        let (mut tokens, mut kept, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
+        let mut hidden = None; // [n_embd, 1]
         for (step, input) in inputs.iter().enumerate() {
             let pass = Pass {
                 ctx,
                 config,
                 inputs: input,
                 n_tokens: 1,
-                n_kv: n_kv as i64,
+                n_kv: shape.n_kv as i64,
+                n_slots: state.n_slots(),
+                back: shape.back,
             };
             let token = tokens.last().unwrap_or(&input.tokens);
             let embd = ctx.get_rows(&mtp.embed_tokens, token);
-            hidden = pass.head(mtp, head, &embd, &hidden);
+            let before = hidden.unwrap_or_else(|| pass.last_hidden(head));
+            let normed = pass.head(mtp, head, &embd, &before);
             let logits = pass
-                .linear(&mtp.head, &hidden)
+                .draft_logits(&mtp.head, &normed, shape.vocab)
                 .named(format!("draft_logits-{step}"));
-            ctx.output(&logits);
-            let best = ctx.argmax(&logits).named(format!("draft_token-{step}"));
+            hidden = Some(normed);
+            let best = if let DraftKeeps::Best(k) = shape.keeps {
+                let places = ctx.top_k(&logits, k as i64); // [k, 1]
+                let all = ctx.reshape(&logits, &[1, logits.ne(0)]);
+                let places = ctx.reshape(&places, &[k as i64]);
+                let best = ctx.get_rows(&all, &places); // [1, k]
+                let noise = ctx.input("noise", DType::F32, &[k as i64, 1]);
+                let row = ctx.reshape(&best, &[k as i64, 1]);
+                let choice = ctx.argmax(&ctx.add(&row, &noise));
+                ctx.output(&places);
+                ctx.output(&row);
+                sampled.push([places.clone(), row, noise]);
+                let column = ctx.reshape(&places, &[1, k as i64]);
+                ctx.reshape(&ctx.get_rows(&column, &choice), &[1])
+            } else {
+                ctx.argmax(&logits)
+            };
+            match shape.keeps {
+                DraftKeeps::Logits => {
+                    ctx.output(&logits);
+                    kept.push(logits);
+                }
+                DraftKeeps::Confidence => {
+                    let probs = ctx.soft_max(&logits);
+                    let column = ctx.reshape(&probs, &[1, probs.ne(0)]);
+                    let confidence = ctx.get_rows(&column, &best);
+                    ctx.output(&confidence);
+                    kept.push(confidence);
+                }
+                DraftKeeps::Tokens | DraftKeeps::Best(_) => {}
+            }
+            // Places in a smaller vocabulary become ids.
+            let best = match &ids {
+                Some(ids) => ctx.reshape(&ctx.get_rows(ids, &best), &[1]),
+                None => best,
+            };
+            let best = best.named(format!("draft_token-{step}"));
             ctx.output(&best);
-            all_logits.push(logits);
             tokens.push(best);
         }
         Ok(Some(Self {
             graph: Graph::new(context, backends).context("building the draft chain")?,
-            n_kv,
+            shape,
             inputs,
             tokens,
-            logits: all_logits,
+            kept,
+            sampled,
         }))
     }
 
-    /// Steps of the chain.
-    pub fn depth(&self) -> usize {
-        self.tokens.len()
-    }
-
-    /// Cells that its attention looks at.
-    pub fn n_kv(&self) -> usize {
-        self.n_kv
+    /// The shape it was made for.
+    pub fn shape(&self) -> DraftShape {
+        self.shape
     }
 
     /// The graph, for its nodes and its memory.
@@ -265,14 +351,18 @@ impl DraftGraph {
         &self.graph
     }
 
-    /// Drafts the tokens after `token`, which stands at position `n_past`.
+    /// Drafts the tokens after `token`, which stands at position `n_past`. `noise` has a row for each step of a
+    /// chain that samples.
     ///
     /// # Errors
     /// When the device fails.
-    pub fn compute(&mut self, token: u32, n_past: usize) -> Result<Vec<u32>> {
+    pub fn compute(&mut self, token: u32, n_past: usize, noise: &[f32]) -> Result<Vec<u32>> {
         for (step, input) in self.inputs.iter_mut().enumerate() {
             // Later steps take their token from the graph and ignore this one.
             input.set(&[token], n_past + step)?;
+        }
+        for ([.., to], row) in self.sampled.iter().zip(noise.chunks(self.n_best())) {
+            to.write(row)?;
         }
         self.graph.compute()?;
         let mut drafted = Vec::with_capacity(self.tokens.len());
@@ -284,12 +374,60 @@ impl DraftGraph {
         Ok(drafted)
     }
 
-    /// Appends the logits of every step, rows of `n_vocab`.
+    fn n_best(&self) -> usize {
+        match self.shape.keeps {
+            DraftKeeps::Best(k) => k.max(1),
+            _ => 1,
+        }
+    }
+
+    /// Appends what is kept of every step: rows of logits, or confidences.
     ///
     /// # Errors
     /// When the device cannot be read.
-    pub fn read_logits(&self, out: &mut Vec<f32>) -> Result<()> {
-        self.logits.iter().try_for_each(|t| append(t, out))
+    pub fn read_kept(&self, out: &mut Vec<f32>) -> Result<()> {
+        self.kept.iter().try_for_each(|t| append(t, out))
+    }
+
+    /// The tokens that each step of a sampling chain chose from, with their logits, in one order for all steps:
+    /// `k` for each step.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_best(&self) -> Result<Vec<(u32, f32)>> {
+        let mut best = Vec::with_capacity(self.sampled.len() * self.n_best());
+        for [places, logits, _] in &self.sampled {
+            let mut ids = vec![0i32; self.n_best()];
+            places.read(0, &mut ids)?;
+            let mut values = vec![0f32; self.n_best()];
+            logits.read(0, &mut values)?;
+            let ids = ids.into_iter().map(|place| match self.shape.vocab {
+                Some(vocab) => vocab.id(place),
+                None => place,
+            });
+            best.extend(ids.map(|id| id as u32).zip(values));
+        }
+        Ok(best)
+    }
+}
+
+impl DraftVocab {
+    /// The token at a place of the smaller vocabulary.
+    fn id(self, place: i32) -> i32 {
+        match i64::from(place) - self.n_first {
+            after @ 0.. => (self.last_from + after) as i32,
+            _ => place,
+        }
+    }
+
+    /// All its tokens by place, `[1, n]` I32.
+    fn ids(self, backend: &Backend, n_vocab: i64) -> Result<Tensor> {
+        let n = self.n_first + n_vocab - self.last_from;
+        let context = Context::new(1)?;
+        let ids = context.new_tensor("draft_ids", DType::I32, &[1, n]);
+        context.allocate(backend, "the draft vocabulary")?;
+        ids.write(&(0..n as i32).map(|i| self.id(i)).collect::<Vec<_>>())?;
+        Ok(ids)
     }
 }
 
@@ -302,18 +440,19 @@ fn append(tensor: &Tensor, out: &mut Vec<f32>) -> Result<()> {
 
 /// Tensors of the largest graph: a layer takes at most 60, and each expert of a token three more.
 fn node_capacity(config: &Config, depth: usize) -> usize {
-    let per_layer = 64 + 3 * config.moe.map_or(0, |m| m.n_expert_used as usize);
+    let per_layer = 80 + 3 * config.moe.map_or(0, |m| m.n_expert_used as usize);
     (config.n_layer() + 1 + depth) * per_layer + 64
 }
 
 impl Inputs {
-    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool) -> Self {
+    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool, unsplit: bool) -> Self {
         let (n, n_kv) = (n_tokens as i64, n_kv as i64);
+        let n_masked = if unsplit { n.max(2) } else { n };
         Self {
             tokens: ctx.input("tokens", DType::I32, &[n]),
             positions: ctx.input("positions", DType::I32, &[4 * n]),
             cells: ctx.input("cells", DType::I64, &[n]),
-            mask: ctx.input("mask", DType::F16, &[n_kv, n]),
+            mask: ctx.input("mask", DType::F16, &[n_kv, n_masked]),
             head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
             scratch: Scratch::default(),
         }
@@ -344,22 +483,28 @@ impl Inputs {
             self.cells.write(&scratch.cells)?;
         }
         if self.mask.is_allocated() {
-            write_mask(&self.mask, n_past, 0, &mut scratch.mask)?;
+            write_mask(&self.mask, n, n_past, 0, &mut scratch.mask)?;
         }
         if let Some(mask) = &self.head_mask {
-            write_mask(mask, n_past, 1, &mut scratch.mask)?;
+            write_mask(mask, n, n_past, 1, &mut scratch.mask)?;
         }
         Ok(())
     }
 }
 
-/// Lets the token in row `i` see the cells `first..=n_past + i`. Row 0 of an empty context would see nothing when
+/// Lets the token in row `i` of `n` see the cells `first..=n_past + i`, and further rows what the last one sees. Row 0 of an empty context would see nothing when
 /// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
-fn write_mask(mask: &Tensor, n_past: usize, first: usize, bytes: &mut Vec<u8>) -> Result<()> {
-    let (n_kv, n) = (mask.ne(0) as usize, mask.ne(1) as usize);
+fn write_mask(
+    mask: &Tensor,
+    n: usize,
+    n_past: usize,
+    first: usize,
+    bytes: &mut Vec<u8>,
+) -> Result<()> {
+    let (n_kv, n_rows) = (mask.ne(0) as usize, mask.ne(1) as usize);
     bytes.clear();
-    for row in 0..n {
-        let last = n_past + row;
+    for row in 0..n_rows {
+        let last = n_past + row.min(n - 1);
         let first = first.min(last);
         let cell = |cell| {
             if (first..=last).contains(&cell) {
@@ -381,6 +526,10 @@ struct Pass<'a> {
     inputs: &'a Inputs,
     n_tokens: i64,
     n_kv: i64,
+    /// States that the recurrent layers keep.
+    n_slots: usize,
+    /// The slot that the pass begins from.
+    back: usize,
 }
 
 impl Pass<'_> {
@@ -526,6 +675,11 @@ impl Pass<'_> {
             .rope(&q, &self.inputs.positions, &self.config.rope)
             .named(format!("q-{il}"));
         let q = self.rotated(&q, cache.rotations.k.as_ref());
+        let q = if mask.ne(1) > n {
+            ctx.concat(&q, &q, 2)
+        } else {
+            q
+        };
         let q = ctx.permute(&q, [0, 2, 1, 3]); // [head_dim, n, n_head]
 
         let k = self.cells(&cache.k, config.n_head_kv); // [head_dim, n_kv, n_head_kv, n_seqs]
@@ -534,6 +688,11 @@ impl Pass<'_> {
         let out = ctx
             .flash_attn(&q, &k, &v, mask, scale)
             .named(format!("attn_out-{il}"));
+        let out = if mask.ne(1) > n {
+            ctx.view(&out, &[head_dim, n_head, n], &[out.nb(1), out.nb(2)], 0)
+        } else {
+            out
+        };
         let out = self.rotated(&out, cache.rotations.v.as_ref());
         let out = ctx.reshape(&out, &[head_dim * n_head, n]);
 
@@ -566,6 +725,15 @@ impl Pass<'_> {
         )
     }
 
+    /// How many of the newest tokens leave a state of their own behind: all of a narrow pass, one of a wide one.
+    fn slots_written(&self) -> i64 {
+        if self.n_tokens <= self.n_slots as i64 {
+            self.n_tokens
+        } else {
+            1
+        }
+    }
+
     /// The gated delta net: `[n_embd, n]` in and out.
     fn delta_net(
         &self,
@@ -581,14 +749,26 @@ impl Pass<'_> {
         let qkv = self.linear(&w.qkv, x).named(format!("qkv-{il}"));
         let qkv = ctx.transpose(&ctx.reshape(&qkv, &[ssm.conv_dim(), n, N_SEQS]));
         // [conv_kernel - 1 + n, conv_dim, n_seqs]: the window of past inputs, then the new ones.
-        let window = ctx.concat(&state.conv, &qkv, 0);
-        let next = ctx.view(
-            &window,
+        let element = state.conv.nb(0);
+        let past = ctx.view(
+            &state.conv,
             &[ssm.conv_kernel - 1, ssm.conv_dim(), N_SEQS],
-            &[window.nb(1), window.nb(2)],
-            n as usize * window.nb(0),
+            &[state.conv.nb(1), state.conv.nb(2)],
+            state.window_start(self.back) * element,
         );
-        ctx.expand(&ctx.cpy(&next, &state.conv));
+        let window = ctx.concat(&past, &qkv, 0);
+        // The windows after each of the tokens that have a slot overlap.
+        let n_slots = self.slots_written();
+        let newest = |of: &Tensor| {
+            let n_inputs = ssm.conv_kernel - 1 + n_slots - 1;
+            ctx.view(
+                of,
+                &[n_inputs, ssm.conv_dim(), N_SEQS],
+                &[of.nb(1), of.nb(2)],
+                (of.ne(0) - n_inputs) as usize * element,
+            )
+        };
+        ctx.expand(&ctx.cpy(&newest(&window), &newest(&state.conv)));
         let conv = ctx
             .silu(&ctx.ssm_conv(&window, &w.conv1d))
             .named(format!("conv-{il}")); // [conv_dim, n, n_seqs]
@@ -623,20 +803,32 @@ impl Pass<'_> {
         let g = ctx.mul(&ctx.softplus(&alpha), &w.a); // log of the decay
         let g = ctx.reshape(&g, &[1, n_v, n, N_SEQS]);
 
-        let out = ctx
-            .gated_delta_net(&q, &k, &v, &g, &beta, &state.s, 1)
-            .named(format!("delta_net-{il}"));
-        // The new state follows the outputs. The copy comes first after the operation: Metal and CUDA fuse it.
-        let (element, n_out) = (out.nb(0), (size * n_v * n * N_SEQS) as usize);
         let d = size * size * n_v;
-        let new_state = ctx.view(
-            &out,
-            &[d, N_SEQS, 1],
-            &[d as usize * element; 2],
-            n_out * element,
+        let slot = |back: usize, shape: &[i64], strides: &[usize]| {
+            let start = state.state_start(back) * element;
+            ctx.view(&state.memory, shape, strides, start)
+        };
+        let column = size as usize * element;
+        let square = column * size as usize;
+        let before = slot(
+            self.back,
+            &[size, size, n_v, N_SEQS],
+            &[column, square, square * n_v as usize],
         );
-        let kept = ctx.view(&state.s, &[d, N_SEQS, 1], &[d as usize * element; 2], 0);
-        ctx.expand(&ctx.cpy(&new_state, &kept));
+        let out = ctx
+            .gated_delta_net(&q, &k, &v, &g, &beta, &before, n_slots)
+            .named(format!("delta_net-{il}"));
+        if n <= self.n_slots as i64 {
+            // Its outputs and states lie where the states are kept.
+            let start = state.outputs_start(n as usize) * element;
+            ctx.place(&out, &state.memory, start);
+        } else {
+            // The new state follows the outputs. The copy comes first after the operation: Metal and CUDA fuse it.
+            let n_out = (size * n_v * n * N_SEQS) as usize;
+            let strides = [d as usize * element; 2];
+            let new_state = ctx.view(&out, &[d, N_SEQS, 1], &strides, n_out * element);
+            ctx.expand(&ctx.cpy(&new_state, &slot(0, &[d, N_SEQS, 1], &strides)));
+        }
 
         let row = size as usize * element;
         let out = ctx.view(
@@ -732,6 +924,25 @@ impl Pass<'_> {
         self.rms_norm(&x, &w.shared_head_norm).named("head_norm")
     }
 
+    /// The draft head's logits over the tokens that are drafted, `[n, 1]`.
+    fn draft_logits(&self, w: &Tensor, hidden: &Tensor, vocab: Option<DraftVocab>) -> Tensor {
+        let Some(vocab) = vocab else {
+            return self.linear(w, hidden);
+        };
+        let rows = |first: i64, n: i64| {
+            let view = self
+                .ctx
+                .view(w, &[w.ne(0), n], &[w.nb(1)], first as usize * w.nb(1));
+            self.linear(&view, hidden)
+        };
+        let n_last = w.ne(1) - vocab.last_from;
+        let first = rows(0, vocab.n_first);
+        if n_last == 0 {
+            return first;
+        }
+        self.ctx.concat(&first, &rows(vocab.last_from, n_last), 0)
+    }
+
     /// The draft head during a trunk pass: the entry of each token is made from its embedding and the hidden
     /// state of the token before it, which for the first token was kept from the pass before.
     fn head_alongside(
@@ -750,11 +961,12 @@ impl Pass<'_> {
         } else {
             ctx.get_rows(&w.embed_tokens, &self.inputs.tokens)
         };
+        let last = self.last_hidden(state);
         let before = if n == 1 {
-            state.hidden.clone()
+            last
         } else {
             let earlier = ctx.view(hidden, &[n_embd, n - 1], &[hidden.nb(1)], 0);
-            ctx.concat(&state.hidden, &earlier, 1)
+            ctx.concat(&last, &earlier, 1)
         };
         let logits = if what == HeadPass::Logits {
             let out = self.head(w, state, &embd, &before);
@@ -769,14 +981,21 @@ impl Pass<'_> {
             }
             None
         };
-        let last = ctx.view(
-            hidden,
-            &[n_embd, 1],
-            &[hidden.nb(1)],
-            (n - 1) as usize * hidden.nb(1),
-        );
-        ctx.expand(&ctx.cpy(&last, &state.hidden));
+        let newest = |of: &Tensor| {
+            let n_rows = self.slots_written();
+            let first = (of.ne(1) - n_rows) as usize;
+            ctx.view(of, &[n_embd, n_rows], &[of.nb(1)], first * of.nb(1))
+        };
+        ctx.expand(&ctx.cpy(&newest(hidden), &newest(&state.hidden)));
         logits
+    }
+
+    /// The trunk's hidden state at the last token that counts, `[n_embd, 1]`.
+    fn last_hidden(&self, state: &HeadState) -> Tensor {
+        let row = self.n_slots - 1 - self.back;
+        let (n_embd, stride) = (self.config.n_embd, state.hidden.nb(1));
+        self.ctx
+            .view(&state.hidden, &[n_embd, 1], &[stride], row * stride)
     }
 
     /// As [`Pass::qkv`] without the queries, which a pass that only fills the cache does not need.

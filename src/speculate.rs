@@ -1,0 +1,606 @@
+//! Speculation: which tokens to guess, how many, and what came of it. The guesses are checked by the model itself in
+//! one pass (see [`crate::generate`]), so they decide how fast a text comes and never which text.
+//!
+//! Guesses come from the model's own MTP head, or from the text where it repeats itself. How many are worth their
+//! time follows from what was measured here: what a pass of each width takes, what a draft takes, and how often
+//! the guess at each place was right.
+
+use std::collections::HashMap;
+use std::time::{Duration, Instant};
+
+use serde::{Deserialize, Serialize};
+
+use crate::sampler::{Candidate, Purpose, SamplerParams, keyed_uniforms};
+use crate::session::{EvalError, Session};
+
+/// The deepest draft.
+pub const MAX_DEPTH: usize = 16;
+/// Tokens that a sampled draft chooses among.
+const SAMPLED_BEST: usize = 20;
+
+/// How many tokens to guess before each pass.
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Depth {
+    /// As many as pay on this machine, none where that is fastest.
+    Auto,
+    /// Always this many.
+    Fixed(usize),
+}
+
+/// How to speculate.
+#[derive(Clone, Copy, PartialEq, Debug)]
+pub struct SpecParams {
+    /// How many tokens to guess.
+    pub depth: Depth,
+    /// At most this many, also from the text.
+    pub draft_max: usize,
+    /// Drafts shorter than this are not used.
+    pub draft_min: usize,
+    /// A draft ends before the first token that the head takes to be less probable than this; 0 is off.
+    pub p_min: f32,
+    /// Guess with the model's MTP head.
+    pub mtp: bool,
+    /// Guess what followed the last time that this many tokens stood in the text; 0 is off.
+    pub ngram: usize,
+    /// The head draws its guesses at random, by its own probabilities, where the sampler has a temperature.
+    pub sampled: bool,
+}
+
+impl Default for SpecParams {
+    fn default() -> Self {
+        Self {
+            depth: Depth::Auto,
+            draft_max: 4,
+            draft_min: 0,
+            p_min: 0.0,
+            mtp: true,
+            ngram: 0,
+            sampled: false,
+        }
+    }
+}
+
+/// Guesses for the next tokens.
+#[derive(Debug, Default)]
+pub struct Draft {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// For tokens that were drawn at random: what each was drawn from.
+    pub drawn_from: Vec<Vec<Candidate>>,
+    source: Source,
+}
+
+/// Where a draft came from.
+#[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
+enum Source {
+    #[default]
+    Head,
+    Text,
+}
+
+/// What speculation did.
+#[derive(Clone, Debug, Default, Serialize)]
+pub struct SpecStats {
+    /// Passes over the trunk while decoding, with and without a draft.
+    pub passes: u64,
+    /// Of these, the passes that checked a draft.
+    pub rounds: u64,
+    /// Tokens that came out of all passes.
+    pub tokens: u64,
+    /// Tokens that were guessed.
+    pub drafted: u64,
+    /// Of these, those that the model chose too.
+    pub accepted: u64,
+    /// Of the accepted, those guessed from the text.
+    pub accepted_from_text: u64,
+    /// How often a guess stood at each place of a draft.
+    pub drafted_at: Vec<u64>,
+    /// How often it was right there, and all before it.
+    pub accepted_at: Vec<u64>,
+    /// Seconds that guessing took.
+    pub draft_s: f64,
+    /// Seconds that the passes took.
+    pub verify_s: f64,
+    /// Seconds that taking back rejected tokens took. The states of all tokens are kept, so nothing is copied.
+    pub rollback_s: f64,
+    /// Seconds that choosing tokens took.
+    pub sampling_s: f64,
+    /// Seconds that everything else took: text, output, bookkeeping.
+    pub other_s: f64,
+    /// Tokens a second that passes of one token would have made, from those that were measured; 0 if none was.
+    pub plain_tps: f64,
+}
+
+impl SpecStats {
+    /// Share of the guesses that were right.
+    pub fn acceptance(&self) -> f64 {
+        ratio(self.accepted, self.drafted)
+    }
+
+    /// For each place of a draft the share of guesses that were right there, with all before them.
+    pub fn acceptance_at(&self) -> Vec<f64> {
+        let pairs = self.accepted_at.iter().zip(&self.drafted_at);
+        pairs.map(|(&a, &n)| ratio(a, n)).collect()
+    }
+
+    /// Tokens that a pass gave.
+    pub fn tokens_per_pass(&self) -> f64 {
+        ratio(self.tokens, self.passes)
+    }
+
+    /// Seconds of decoding in all.
+    pub fn seconds(&self) -> f64 {
+        self.draft_s + self.verify_s + self.rollback_s + self.sampling_s + self.other_s
+    }
+
+    /// Tokens a second against those of plain decoding; none where no plain pass was measured.
+    pub fn speedup(&self) -> Option<f64> {
+        let tps = self.tokens as f64 / self.seconds();
+        (self.plain_tps > 0.0 && tps.is_finite()).then(|| tps / self.plain_tps)
+    }
+}
+
+fn ratio(a: u64, b: u64) -> f64 {
+    if b == 0 { 0.0 } else { a as f64 / b as f64 }
+}
+
+/// What passes and drafts take on one device with one model, in seconds.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
+pub struct Costs {
+    /// A pass over the trunk of this many tokens; 0 where it was not measured. Entry 0 is unused.
+    pub pass: Vec<f64>,
+    /// A draft of this many tokens; 0 where it was not measured. Entry 0 is unused.
+    pub draft: Vec<f64>,
+}
+
+/// The newest measurements of one thing, of which the smallest counts: what disturbs a measurement only adds to it.
+#[derive(Clone, Debug, Default)]
+struct Newest {
+    seconds: [f64; 8],
+    n: usize,
+}
+
+impl Newest {
+    fn add(&mut self, seconds: f64) {
+        self.seconds[self.n % 8] = seconds;
+        self.n += 1;
+    }
+
+    fn min(&self) -> Option<f64> {
+        // The first one warms up caches and kernels.
+        let known = match self.n {
+            0 | 1 => return None,
+            n if n <= 8 => &self.seconds[1..n],
+            _ => &self.seconds[..],
+        };
+        known.iter().copied().reduce(f64::min)
+    }
+}
+
+/// How often guesses were right lately: a mean that forgets, begun from a belief.
+#[derive(Clone, Copy, Debug)]
+struct Rate {
+    right: f64,
+    all: f64,
+}
+
+impl Rate {
+    /// As a few guesses, so that the first real ones count.
+    const BELIEF: Self = Self {
+        right: 3.0,
+        all: 4.0,
+    };
+    const KEPT: f64 = 0.97;
+
+    fn add(&mut self, right: bool) {
+        self.right = self.right * Self::KEPT + f64::from(u8::from(right));
+        self.all = self.all * Self::KEPT + 1.0;
+    }
+
+    fn value(self) -> f64 {
+        self.right / self.all
+    }
+}
+
+/// Drafts, and learns from what became of the drafts.
+pub struct Speculator {
+    params: SpecParams,
+    stats: SpecStats,
+    passes: [Newest; MAX_DEPTH + 2],
+    drafts: [Newest; MAX_DEPTH + 1],
+    /// What `qrun tune` measured, until this run has measured it too.
+    tuned: Option<Costs>,
+    /// For each place of the head's drafts: how often the guess is right when all before it were.
+    right: [Rate; MAX_DEPTH],
+    right_from_text: Rate,
+    /// Passes since the last draft, and how many to let go by before the next trial.
+    idle: u64,
+    patience: u64,
+    text: TextIndex,
+    depth_now: usize,
+}
+
+/// Plain passes before guessing is tried again where it did not pay: few at first, then more and more.
+const FIRST_PATIENCE: u64 = 32;
+const LAST_PATIENCE: u64 = 512;
+/// A pass that guesses again now and then without a draft keeps the plain cost up to date.
+const PLAIN_EVERY: u64 = 256;
+/// Guessing has to promise this much to be preferred.
+const MARGIN: f64 = 1.02;
+
+impl Speculator {
+    /// One that has seen nothing. `tuned` are costs measured earlier on this device.
+    pub fn new(params: SpecParams, tuned: Option<Costs>) -> Self {
+        Self {
+            params: SpecParams {
+                draft_max: params.draft_max.min(MAX_DEPTH),
+                ..params
+            },
+            stats: SpecStats::default(),
+            passes: Default::default(),
+            drafts: Default::default(),
+            tuned,
+            right: [Rate::BELIEF; MAX_DEPTH],
+            right_from_text: Rate::BELIEF,
+            idle: 0,
+            patience: FIRST_PATIENCE,
+            text: TextIndex::default(),
+            depth_now: 0,
+        }
+    }
+
+    /// How it speculates.
+    pub fn params(&self) -> &SpecParams {
+        &self.params
+    }
+
+    /// What it did since the last [`Speculator::take_stats`].
+    pub fn stats(&self) -> SpecStats {
+        SpecStats {
+            plain_tps: self.plain_tps(),
+            ..self.stats.clone()
+        }
+    }
+
+    /// What it did, beginning anew; what it learned stays.
+    pub fn take_stats(&mut self) -> SpecStats {
+        let stats = self.stats();
+        self.stats = SpecStats::default();
+        stats
+    }
+
+    /// How many tokens it guesses now.
+    pub fn depth(&self) -> usize {
+        self.depth_now
+    }
+
+    /// What passes and drafts take, as measured in this run or, where it has not, earlier.
+    pub fn costs(&self) -> Costs {
+        Costs {
+            pass: (0..=MAX_DEPTH + 1)
+                .map(|n| self.pass_cost(n).unwrap_or(0.0))
+                .collect(),
+            draft: (0..=MAX_DEPTH)
+                .map(|n| self.draft_cost(n).unwrap_or(0.0))
+                .collect(),
+        }
+    }
+
+    fn plain_tps(&self) -> f64 {
+        let Some(pass) = self.pass_cost(1) else {
+            return 0.0;
+        };
+        // What choosing a token and showing it takes is the same with and without drafts.
+        let other = self.stats.sampling_s + self.stats.other_s;
+        1.0 / (pass + other / (self.stats.tokens.max(1) as f64))
+    }
+
+    /// Guesses what follows `token`, which is the next to be processed: at most `room` tokens.
+    ///
+    /// # Errors
+    /// When the head cannot be computed.
+    pub fn draft(
+        &mut self,
+        session: &mut Session,
+        sampler: &SamplerParams,
+        token: u32,
+        room: usize,
+    ) -> Result<Draft, EvalError> {
+        let start = Instant::now();
+        let most = room
+            .min(self.params.draft_max)
+            .min(session.params().n_rollback);
+        let from_text = self.from_text(session.tokens(), token, most);
+        let use_text = !from_text.is_empty() && self.pays_from_text(from_text.len());
+        let mut draft = if use_text {
+            Draft {
+                tokens: from_text,
+                source: Source::Text,
+                ..Draft::default()
+            }
+        } else if self.params.mtp && session.params().mtp {
+            let depth = self.choose_depth().min(most);
+            self.from_head(session, sampler, token, depth)?
+        } else {
+            Draft::default()
+        };
+        if draft.tokens.len() < self.params.draft_min {
+            draft.tokens.clear();
+            draft.drawn_from.clear();
+        }
+        self.depth_now = draft.tokens.len();
+        self.stats.draft_s += start.elapsed().as_secs_f64();
+        Ok(draft)
+    }
+
+    fn from_head(
+        &mut self,
+        session: &mut Session,
+        sampler: &SamplerParams,
+        token: u32,
+        depth: usize,
+    ) -> Result<Draft, EvalError> {
+        let start = Instant::now();
+        let mut draft = Draft::default();
+        if depth == 0 {
+            return Ok(draft);
+        }
+        let p_min = self.params.p_min;
+        if self.params.sampled && sampler.temp > 0.0 {
+            let first = session.n_past() as u64 + 1;
+            let noise = gumbel_noise(sampler, first, depth);
+            let (tokens, best) = session.draft_with_noise(token, SAMPLED_BEST, &noise)?;
+            draft.tokens = tokens;
+            draft.drawn_from = best
+                .chunks(SAMPLED_BEST)
+                .map(|row| softmax(row, sampler.temp))
+                .collect();
+            // Looking at the drawn token's own probability would favour some tokens over others.
+            let unsure = |row: &Vec<Candidate>| row.iter().all(|c| c.p < p_min);
+            if let Some(end) = draft.drawn_from.iter().position(unsure) {
+                draft.tokens.truncate(end);
+                draft.drawn_from.truncate(end);
+            }
+        } else if p_min > 0.0 {
+            let (tokens, confidence) = session.draft_with_confidence(token, depth)?;
+            let end = confidence.iter().position(|&p| p < p_min);
+            draft.tokens = tokens;
+            draft.tokens.truncate(end.unwrap_or(depth));
+        } else {
+            draft.tokens = session.draft_tokens(token, depth)?;
+        }
+        self.drafts[depth].add(start.elapsed().as_secs_f64());
+        Ok(draft)
+    }
+
+    /// What followed the last time that the newest tokens stood in the text.
+    fn from_text(&mut self, tokens: &[u32], token: u32, most: usize) -> Vec<u32> {
+        if self.params.ngram == 0 || most == 0 {
+            return Vec::new();
+        }
+        self.text.update(tokens, self.params.ngram);
+        self.text.follow(tokens, token, self.params.ngram, most)
+    }
+
+    fn pays_from_text(&self, n: usize) -> bool {
+        if self.params.depth != Depth::Auto {
+            return true;
+        }
+        let right = self.right_from_text.value();
+        let expected = expected_tokens(std::iter::repeat_n(right, n));
+        match (self.pass_or_guess(n + 1), self.pass_cost(1)) {
+            (Some(wide), Some(plain)) => expected * plain > wide * MARGIN,
+            _ => true,
+        }
+    }
+
+    /// The depth that promises most tokens a second.
+    fn choose_depth(&mut self) -> usize {
+        let most = self.params.draft_max;
+        match self.params.depth {
+            Depth::Fixed(depth) => return depth.min(most),
+            Depth::Auto if most == 0 => return 0,
+            Depth::Auto => {}
+        }
+        let Some(plain) = self.pass_cost(1) else {
+            return 0;
+        };
+        if self.stats.rounds > 0 && self.stats.passes.is_multiple_of(PLAIN_EVERY) {
+            return 0;
+        }
+        let (mut best, mut best_rate, mut best_trial) = (0, MARGIN / plain, (1, 0.0));
+        for depth in 1..=most {
+            let (Some(pass), Some(draft)) =
+                (self.pass_or_guess(depth + 1), self.draft_or_guess(depth))
+            else {
+                break;
+            };
+            let right = self.right[..depth].iter().map(|r| r.value());
+            let rate = expected_tokens(right) / (pass + draft);
+            if rate > best_rate {
+                (best, best_rate) = (depth, rate);
+            }
+            if rate > best_trial.1 {
+                best_trial = (depth, rate);
+            }
+        }
+        if best > 0 {
+            self.patience = FIRST_PATIENCE;
+        } else if self.idle >= self.patience {
+            // The text may have become easier to guess: see whether it did.
+            self.patience = (2 * self.patience).min(LAST_PATIENCE);
+            return best_trial.0;
+        }
+        best
+    }
+
+    fn pass_cost(&self, width: usize) -> Option<f64> {
+        let tuned = || self.tuned.as_ref()?.pass.get(width).copied();
+        let measured = self.passes.get(width).and_then(Newest::min);
+        measured.or_else(|| tuned().filter(|&s| s > 0.0))
+    }
+
+    fn draft_cost(&self, depth: usize) -> Option<f64> {
+        let tuned = || self.tuned.as_ref()?.draft.get(depth).copied();
+        let measured = self.drafts.get(depth).and_then(Newest::min);
+        measured.or_else(|| tuned().filter(|&s| s > 0.0))
+    }
+
+    /// What a pass takes, or a hopeful guess: only what is tried gets measured.
+    fn pass_or_guess(&self, width: usize) -> Option<f64> {
+        self.pass_cost(width).or_else(|| {
+            let (narrower, cost) = (1..width)
+                .rev()
+                .find_map(|n| Some((n, self.pass_cost(n)?)))?;
+            let plain = self.pass_cost(1)?;
+            Some(cost + 0.1 * plain * (width - narrower) as f64)
+        })
+    }
+
+    fn draft_or_guess(&self, depth: usize) -> Option<f64> {
+        self.draft_cost(depth).or_else(|| {
+            let shorter = (1..depth)
+                .rev()
+                .find_map(|n| Some(self.draft_cost(n)? / n as f64));
+            let step = shorter.or_else(|| Some(0.1 * self.pass_cost(1)?))?;
+            Some(step * depth as f64)
+        })
+    }
+
+    /// Learns what a pass over one token and its draft took, and how much of the draft was right. `n_tokens` came
+    /// out of it, `checked` of the draft's tokens were looked at.
+    pub fn learn(&mut self, draft: &Draft, checked: usize, accepted: usize, times: &RoundTimes) {
+        let drafted = draft.tokens.len();
+        let seconds = times.verify.as_secs_f64();
+        if let Some(pass) = self.passes.get_mut(drafted + 1) {
+            pass.add(seconds);
+        }
+        let stats = &mut self.stats;
+        stats.passes += 1;
+        stats.tokens += times.n_tokens as u64;
+        stats.verify_s += seconds;
+        stats.rollback_s += times.rollback.as_secs_f64();
+        stats.sampling_s += times.sampling.as_secs_f64();
+        stats.other_s += times.other.as_secs_f64();
+        if drafted == 0 {
+            self.idle += 1;
+            return;
+        }
+        self.idle = 0;
+        stats.rounds += 1;
+        stats.drafted += drafted as u64;
+        stats.accepted += accepted as u64;
+        if stats.drafted_at.len() < drafted {
+            stats.drafted_at.resize(drafted, 0);
+            stats.accepted_at.resize(drafted, 0);
+        }
+        for place in 0..drafted {
+            stats.drafted_at[place] += 1;
+            stats.accepted_at[place] += u64::from(place < accepted);
+        }
+        // A guess after a wrong one was not put to the test.
+        for place in 0..checked {
+            let right = place < accepted;
+            match draft.source {
+                Source::Head => self.right[place].add(right),
+                Source::Text => self.right_from_text.add(right),
+            }
+        }
+        if draft.source == Source::Text {
+            stats.accepted_from_text += accepted as u64;
+        }
+    }
+}
+
+/// What one pass took, and gave.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct RoundTimes {
+    /// The pass itself.
+    pub verify: Duration,
+    /// Taking back what was rejected.
+    pub rollback: Duration,
+    /// Choosing tokens.
+    pub sampling: Duration,
+    /// Everything else.
+    pub other: Duration,
+    /// Tokens that came out.
+    pub n_tokens: usize,
+}
+
+/// One token from the model, and those guesses that are right with all before them.
+fn expected_tokens(right: impl Iterator<Item = f64>) -> f64 {
+    let mut all_before = 1.0;
+    1.0 + right
+        .map(|r| {
+            all_before *= r;
+            all_before
+        })
+        .sum::<f64>()
+}
+
+/// Noise that, added to logits, makes the largest sum fall on each token with the probability that the logits at the
+/// sampler's temperature give it (Gumbel 1954): `temp * -ln(-ln(u))`. A row for each position from `first` on.
+fn gumbel_noise(sampler: &SamplerParams, first: u64, n_rows: usize) -> Vec<f32> {
+    let mut noise = Vec::with_capacity(n_rows * SAMPLED_BEST);
+    for position in first..first + n_rows as u64 {
+        for i in 0..SAMPLED_BEST as u32 {
+            let u = keyed_uniforms(sampler.seed, position, Purpose::Draft, i);
+            // Neither 0 nor 1 has a finite place.
+            let u = u.clamp(f64::MIN_POSITIVE, 1.0 - f64::EPSILON);
+            noise.push((-(-u.ln()).ln() * f64::from(sampler.temp)) as f32);
+        }
+    }
+    noise
+}
+
+/// Softmax of logits at a temperature, in `f32` as the draft was drawn.
+fn softmax(row: &[(u32, f32)], temp: f32) -> Vec<Candidate> {
+    let max = row.iter().map(|r| r.1).fold(f32::NEG_INFINITY, f32::max);
+    let mut candidates: Vec<Candidate> = row
+        .iter()
+        .map(|&(id, logit)| Candidate {
+            id,
+            logit,
+            p: ((logit - max) / temp).exp(),
+        })
+        .collect();
+    let sum: f32 = candidates.iter().map(|c| c.p).sum();
+    candidates.iter_mut().for_each(|c| c.p /= sum);
+    candidates
+}
+
+/// Where each run of tokens ended last in the text.
+#[derive(Default)]
+struct TextIndex {
+    ends: HashMap<Vec<u32>, usize>,
+    /// Tokens of the text that were looked at, to notice when another text takes its place.
+    seen: Vec<u32>,
+}
+
+impl TextIndex {
+    fn update(&mut self, tokens: &[u32], n: usize) {
+        let same = self.seen.iter().zip(tokens).take_while(|(a, b)| a == b);
+        if same.count() < self.seen.len() {
+            self.ends.clear();
+            self.seen.clear();
+        }
+        // The newest run is left out: it is the one that is looked for.
+        for end in (self.seen.len() + 1).max(n)..=tokens.len() {
+            self.ends.insert(tokens[end - n..end].to_vec(), end);
+        }
+        self.seen.extend_from_slice(&tokens[self.seen.len()..]);
+    }
+
+    /// What followed the last `n` tokens of `tokens` and `token`, the last time they stood there.
+    fn follow(&self, tokens: &[u32], token: u32, n: usize, most: usize) -> Vec<u32> {
+        let Some(start) = (tokens.len() + 1).checked_sub(n) else {
+            return Vec::new();
+        };
+        let mut run = tokens[start..].to_vec();
+        run.push(token);
+        match self.ends.get(&run) {
+            Some(&end) => tokens[end..].iter().take(most).copied().collect(),
+            None => Vec::new(),
+        }
+    }
+}
