@@ -51,6 +51,10 @@ pub enum Command {
     Detokenize(DetokenizeArgs),
     /// Measures how well a model predicts a text.
     Perplexity(PerplexityArgs),
+    /// Measures which depth of speculation pays here, and keeps it for later runs.
+    Tune(TuneArgs),
+    /// Checks that speculation gives the same text as plain decoding.
+    Verify(VerifyArgs),
     /// Prints a completion script for a shell.
     Completions {
         /// The shell.
@@ -281,6 +285,10 @@ pub struct SpecArgs {
     #[arg(long)]
     pub spec_sampled: bool,
 
+    /// Ignore what `qrun tune` measured
+    #[arg(long)]
+    pub no_tune: bool,
+
     /// Same bits at every width of a pass, so that greedy text is the same to the last token (on the CPU, up to 6
     /// guesses)
     #[arg(long)]
@@ -457,6 +465,54 @@ pub struct PerplexityArgs {
     /// Print each token's log-probability too
     #[arg(long, requires = "json")]
     pub token_logprobs: bool,
+}
+
+/// Arguments of `tune`.
+#[derive(Args, Debug)]
+pub struct TuneArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Deepest draft to try
+    #[arg(long, value_name = "N", default_value_t = 6, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub draft_max: u8,
+
+    /// Tokens of each text
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 96)]
+    pub n_predict: usize,
+
+    /// How often to go through all texts
+    #[arg(short, long, value_name = "N", default_value_t = 1)]
+    pub repetitions: usize,
+
+    /// Print the record as JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `verify`.
+#[derive(Args, Debug)]
+pub struct VerifyArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// Prompts, one a line [default: six of different kinds]
+    #[arg(short, long, value_name = "FILE")]
+    pub file: Option<PathBuf>,
+
+    /// Tokens of each text
+    #[arg(short = 'n', long, value_name = "N", default_value_t = 256)]
+    pub n_predict: usize,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+
+    /// How to guess tokens ahead.
+    #[command(flatten)]
+    pub spec: SpecArgs,
 }
 
 /// llama.cpp's flags of several letters after one dash, and what they are called here.

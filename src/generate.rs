@@ -200,7 +200,8 @@ impl Generator<'_> {
             let n_before = tokens.len();
             let mut round = Round {
                 draft: &draft,
-                accepted: 0,
+                kept: 0,
+                right: 0,
                 checked: 0,
                 sampling: Duration::ZERO,
             };
@@ -214,7 +215,7 @@ impl Generator<'_> {
                 sink,
             )?;
             let reject_start = Instant::now();
-            self.session.reject(draft.tokens.len() - round.accepted)?;
+            self.session.reject(draft.tokens.len() - round.kept)?;
             // Passes over more than one known token say nothing about decoding.
             let counts = decoding && n_known == 1;
             if let Some(speculator) = self.speculator.as_deref_mut().filter(|_| counts) {
@@ -224,7 +225,7 @@ impl Generator<'_> {
                 speculator.learn(
                     &draft,
                     round.checked,
-                    round.accepted,
+                    round.right,
                     &RoundTimes {
                         verify,
                         rollback,
@@ -305,6 +306,7 @@ impl Generator<'_> {
             round.sampling += start.elapsed();
             round.checked += usize::from(guess.is_some());
             let right = guess == Some(token);
+            round.right += usize::from(right);
             tokens.push(token);
             if self.tokenizer.is_eog(token) && !request.ignore_eos {
                 return Ok(Some(FinishReason::Stop));
@@ -331,7 +333,7 @@ impl Generator<'_> {
                 break;
             }
             // It is processed already, so the next row is the one after it.
-            round.accepted += 1;
+            round.kept += 1;
             self.sampler.accept(token);
         }
         Ok(None)
@@ -341,7 +343,10 @@ impl Generator<'_> {
 /// What became of one draft.
 struct Round<'a> {
     draft: &'a Draft,
-    accepted: usize,
+    /// Guesses that stay processed, because the answer goes on behind them.
+    kept: usize,
+    /// Guesses that were right: these, and perhaps the one that ended the answer.
+    right: usize,
     checked: usize,
     sampling: Duration,
 }

@@ -31,6 +31,7 @@ pub mod speculate;
 pub mod state;
 pub mod template;
 pub mod tokenizer;
+pub mod tune;
 pub mod vocab;
 
 /// Version of qrun, and of the ggml that it was built with.

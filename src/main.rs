@@ -23,6 +23,8 @@ fn main() -> ExitCode {
     };
     let verbose = match &cli.command {
         Some(Command::Perplexity(args)) => args.model.verbose,
+        Some(Command::Tune(args)) => args.model.verbose,
+        Some(Command::Verify(args)) => args.model.verbose,
         Some(_) => false,
         None => cli.run.model.verbose,
     };
@@ -35,6 +37,8 @@ fn main() -> ExitCode {
         Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),
         Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),
         Some(Command::Perplexity(args)) => cmd::perplexity::run(args),
+        Some(Command::Tune(args)) => cmd::tune::run(args),
+        Some(Command::Verify(args)) => cmd::verify::run(args),
         Some(Command::Completions { shell }) => cmd::completions(*shell),
         Some(Command::Man) => cmd::man(),
     };

@@ -384,38 +384,53 @@ fn check_drawn(
     accept: f64,
     residual: f64,
 ) -> Option<u32> {
-    let of = |row: &[Candidate], id: u32| {
-        let found = row.iter().find(|c| c.id == id);
-        found.map_or(0.0, |c| f64::from(c.p))
-    };
-    if accept * of(q, drafted) < of(p, drafted) {
+    if accept < acceptance(p, q, drafted) {
         return Some(drafted);
     }
-    let more = |c: &Candidate| (f64::from(c.p) - of(q, c.id)).max(0.0);
-    let total: f64 = p.iter().map(more).sum();
-    if total <= 0.0 {
+    let weights = || p.iter().map(|c| (c.id, surplus(c, q)));
+    if weights().all(|(_, weight)| weight <= 0.0) {
         return draw(p, residual);
     }
-    let mut cumulative = 0.0;
-    let chosen = p.iter().find(|c| {
-        cumulative += more(c);
-        cumulative > residual * total
-    });
-    chosen.map(|c| c.id)
+    draw_weighted(weights, residual)
+}
+
+/// With what probability a token drawn from `q` stays: `min(1, p / q)`.
+fn acceptance(p: &[Candidate], q: &[Candidate], drafted: u32) -> f64 {
+    let (p, q) = (probability(p, drafted), probability(q, drafted));
+    if q > 0.0 { (p / q).min(1.0) } else { 0.0 }
+}
+
+/// What the target gives a token more than the draft does.
+fn surplus(target: &Candidate, q: &[Candidate]) -> f64 {
+    (f64::from(target.p) - probability(q, target.id)).max(0.0)
+}
+
+fn probability(row: &[Candidate], id: u32) -> f64 {
+    let found = row.iter().find(|c| c.id == id);
+    found.map_or(0.0, |c| f64::from(c.p))
 }
 
 /// The id at `uniform` (in [0, 1)) of the cumulative distribution, in the order given and in `f64`; `p` need
 /// not be normalised. Never an id with `p` 0; none if all are.
 pub fn draw(candidates: &[Candidate], uniform: f64) -> Option<u32> {
-    let total: f64 = candidates.iter().map(|c| f64::from(c.p)).sum();
+    draw_weighted(
+        || candidates.iter().map(|c| (c.id, f64::from(c.p))),
+        uniform,
+    )
+}
+
+fn draw_weighted<I: Iterator<Item = (u32, f64)>>(
+    weights: impl Fn() -> I,
+    uniform: f64,
+) -> Option<u32> {
+    let total: f64 = weights().map(|(_, weight)| weight).sum();
     let mut cumulative = 0.0;
-    candidates
-        .iter()
-        .find(|c| {
-            cumulative += f64::from(c.p);
+    weights()
+        .find(|(_, weight)| {
+            cumulative += weight;
             cumulative > uniform * total
         })
-        .map(|c| c.id)
+        .map(|(id, _)| id)
 }
 
 /// What a random number decides; each purpose has a sequence of its own.

@@ -218,6 +218,8 @@ pub struct Speculator {
     patience: u64,
     text: TextIndex,
     depth_now: usize,
+    /// First guesses of the head in this run, and how many of them were right.
+    first_guesses: (u64, u64),
 }
 
 /// Plain passes before guessing is tried again where it did not pay: few at first, then more and more.
@@ -225,6 +227,8 @@ const FIRST_PATIENCE: u64 = 32;
 const LAST_PATIENCE: u64 = 512;
 /// A pass that guesses again now and then without a draft keeps the plain cost up to date.
 const PLAIN_EVERY: u64 = 256;
+/// First guesses of which not one was right, when even a poor head would have been right once.
+const HOPELESS: u64 = 64;
 /// Guessing has to promise this much to be preferred.
 const MARGIN: f64 = 1.02;
 
@@ -246,7 +250,13 @@ impl Speculator {
             patience: FIRST_PATIENCE,
             text: TextIndex::default(),
             depth_now: 0,
+            first_guesses: (0, 0),
         }
+    }
+
+    /// True when the head was never right in so many guesses that it must be damaged: it is not asked any more.
+    pub fn head_is_hopeless(&self) -> bool {
+        self.first_guesses.0 >= HOPELESS && self.first_guesses.1 == 0
     }
 
     /// How it speculates.
@@ -318,7 +328,7 @@ impl Speculator {
                 source: Source::Text,
                 ..Draft::default()
             }
-        } else if self.params.mtp && session.params().mtp {
+        } else if self.params.mtp && session.params().mtp && !self.head_is_hopeless() {
             let depth = self.choose_depth().min(most);
             self.from_head(session, sampler, token, depth)?
         } else {
@@ -467,8 +477,8 @@ impl Speculator {
         })
     }
 
-    /// Learns what a pass over one token and its draft took, and how much of the draft was right. `n_tokens` came
-    /// out of it, `checked` of the draft's tokens were looked at.
+    /// Learns what a pass over one token and its draft took, and how much of the draft was right: `checked` of its
+    /// tokens were looked at.
     pub fn learn(&mut self, draft: &Draft, checked: usize, accepted: usize, times: &RoundTimes) {
         let drafted = draft.tokens.len();
         let seconds = times.verify.as_secs_f64();
@@ -506,8 +516,12 @@ impl Speculator {
                 Source::Text => self.right_from_text.add(right),
             }
         }
-        if draft.source == Source::Text {
-            stats.accepted_from_text += accepted as u64;
+        match draft.source {
+            Source::Text => stats.accepted_from_text += accepted as u64,
+            Source::Head => {
+                self.first_guesses.0 += u64::from(checked > 0);
+                self.first_guesses.1 += u64::from(accepted > 0);
+            }
         }
     }
 }

@@ -589,3 +589,326 @@ fn grammars_thinking_and_budgets_are_kept() {
         }
     }
 }
+
+/// Texts of three tokens after a prompt, counted.
+fn count_texts(
+    model: &Model,
+    prompt: &[u32],
+    sampler: &SamplerParams,
+    spec: Option<&SpecParams>,
+    seeds: std::ops::Range<u64>,
+) -> std::collections::BTreeMap<Vec<u32>, u64> {
+    let mut session = model.session(SessionParams {
+        mtp: spec.is_some(),
+        n_rollback: spec.map_or(0, |s| s.draft_max),
+        ..f32_params()
+    });
+    let (last, first) = prompt.split_last().unwrap();
+    evaluate(&mut session, first);
+    let start = session.snapshot().unwrap();
+    let mut counts = std::collections::BTreeMap::new();
+    for seed in seeds {
+        session.restore(&start).unwrap();
+        let mut sampler = Sampler::new(SamplerParams {
+            seed,
+            ..sampler.clone()
+        })
+        .unwrap();
+        let mut speculator = spec.map(|s| Speculator::new(*s, None));
+        let request = Request {
+            prompt: vec![*last],
+            // The first token comes out of the prompt, so that a draft is checked over the second and third.
+            n_predict: Some(4),
+            ignore_eos: true,
+            ..Request::default()
+        };
+        let answer = Generator {
+            session: &mut session,
+            tokenizer: &model.tokenizer,
+            sampler: &mut sampler,
+            constraint: None,
+            speculator: speculator.as_mut(),
+        }
+        .answer(&request, &never(), &mut |_| Ok(()))
+        .unwrap();
+        *counts.entry(answer.tokens[..3].to_vec()).or_default() += 1;
+    }
+    counts
+}
+
+/// The chi-square statistic of two samples of the same size, with its degrees of freedom; texts that came fewer than
+/// ten times in all are taken together.
+fn chi_square(
+    a: &std::collections::BTreeMap<Vec<u32>, u64>,
+    b: &std::collections::BTreeMap<Vec<u32>, u64>,
+) -> (f64, f64) {
+    let texts: std::collections::BTreeSet<_> = a.keys().chain(b.keys()).collect();
+    let (mut statistic, mut cells, mut rest) = (0.0, 0.0, (0.0, 0.0));
+    let mut add = |x: f64, y: f64| {
+        if x + y > 0.0 {
+            statistic += (x - y) * (x - y) / (x + y);
+            cells += 1.0;
+        }
+    };
+    for text in texts {
+        let of = |m: &std::collections::BTreeMap<Vec<u32>, u64>| *m.get(text).unwrap_or(&0) as f64;
+        let (x, y) = (of(a), of(b));
+        if x + y < 10.0 {
+            rest = (rest.0 + x, rest.1 + y);
+        } else {
+            add(x, y);
+        }
+    }
+    add(rest.0, rest.1);
+    (statistic, cells - 1.0)
+}
+
+/// Both kinds of drafts against plain decoding, on disjoint seeds so that the samples are independent.
+fn compare_distributions(model: &Model, n: u64) {
+    let prompt = model.chat("Tell me a story about a boat.");
+    let samplers = [
+        SamplerParams {
+            temp: 0.6,
+            top_k: 20,
+            top_p: 0.95,
+            ..SamplerParams::default()
+        },
+        SamplerParams {
+            temp: 1.0,
+            ..SamplerParams::default()
+        },
+    ];
+    for sampler in samplers {
+        let plain = count_texts(model, &prompt, &sampler, None, 0..n);
+        for (i, sampled) in [false, true].into_iter().enumerate() {
+            let spec = SpecParams {
+                sampled,
+                ..depth(2)
+            };
+            let first = (i as u64 + 1) * n;
+            let guessed = count_texts(model, &prompt, &sampler, Some(&spec), first..first + n);
+            let (statistic, freedom) = chi_square(&plain, &guessed);
+            // Wilson and Hilferty's approximation: the cube root is nearly normal.
+            let z = ((statistic / freedom).cbrt() - (1.0 - 2.0 / (9.0 * freedom)))
+                / (2.0 / (9.0 * freedom)).sqrt();
+            println!(
+                "temp {}, drafts drawn {sampled}: {} texts, chi-square {statistic:.1} with {freedom} degrees of freedom, z {z:.2}",
+                sampler.temp,
+                plain.len()
+            );
+            // Beyond 3.5 lies one of 4,000 honest samples; the seeds are fixed.
+            assert!(freedom >= 3.0 && z < 3.5, "{statistic} with {freedom}");
+        }
+    }
+}
+
+#[test]
+fn samples_have_the_distribution_of_plain_decoding() {
+    compare_distributions(&Model::open(&demo()), 400);
+}
+
+#[test]
+#[ignore = "takes many minutes"]
+fn many_samples_have_the_distribution_of_plain_decoding() {
+    compare_distributions(&Model::open(&demo()), 20_000);
+}
+
+#[test]
+fn the_test_of_distributions_sees_a_difference() {
+    // Without temperature one text only, against many: the statistic has to say so.
+    let model = Model::open(&demo());
+    let prompt = model.chat("Tell me a story about a boat.");
+    let of = |temp: f32| SamplerParams {
+        temp,
+        ..SamplerParams::default()
+    };
+    let a = count_texts(&model, &prompt, &of(1.0), None, 0..300);
+    let b = count_texts(&model, &prompt, &of(0.7), None, 300..600);
+    let (statistic, freedom) = chi_square(&a, &b);
+    assert!(
+        statistic > freedom + 6.0 * (2.0 * freedom).sqrt(),
+        "{statistic} {freedom}"
+    );
+}
+
+#[test]
+fn acceptance_is_what_teacher_forcing_says() {
+    let model = Model::demo_in_f32();
+    let greedy = SamplerParams::greedy();
+    let (mut first, mut right, mut accepted, mut drafted) = (0, 0, 0, 0);
+    for question in &QUESTIONS[..4] {
+        let prompt = model.chat(question);
+        let request = Request {
+            prompt: prompt.clone(),
+            n_predict: Some(100),
+            ..Request::default()
+        };
+        let (answer, _) = model.answer(&request, &greedy, Some(&depth(1)), f32_params(), None);
+        let stats = answer.speculation.unwrap();
+        accepted += stats.accepted;
+        drafted += stats.drafted;
+        // The head's guess for each token of the answer, with the true tokens before it.
+        let text = [prompt.as_slice(), &answer.tokens].concat();
+        let mut session = model.session(SessionParams {
+            mtp: true,
+            ..f32_params()
+        });
+        let (_, head) = session.eval_with_head(&text, &never()).unwrap();
+        let guesses: Vec<u32> = head.chunks(model.n_vocab).map(argmax).collect();
+        // A draft of one stands at every place that the round before did not fill: go through the rounds.
+        let mut at = prompt.len();
+        while at + 1 < text.len() {
+            let hit = guesses[at] == text[at + 1];
+            // The last token that is asked for is never drafted.
+            if at + 2 < text.len() || answer.tokens.len() < 100 {
+                first += 1;
+                right += usize::from(hit);
+            }
+            at += 1 + usize::from(hit);
+        }
+    }
+    println!("accepted {accepted} of {drafted}; teacher forcing says {right} of {first}");
+    assert_eq!((accepted as usize, drafted as usize), (right, first));
+    assert!(accepted * 10 > drafted * 7, "{accepted} of {drafted}");
+}
+
+#[test]
+fn exact_mode_gives_plain_decodings_bits_for_quantized_weights() {
+    // Long enough that plain decoding would split its keys between threads.
+    let model = Model::open(&demo());
+    let exact = SessionParams {
+        exact: true,
+        ..SessionParams::default()
+    };
+    let mut prompt = model.chat(QUESTIONS[5]);
+    let mut story = prompt.clone();
+    while prompt.len() < 560 {
+        prompt.splice(0..0, story.drain(..).take(40));
+        story = model.chat(QUESTIONS[16]);
+    }
+    for prompt in [prompt, model.chat(QUESTIONS[0])] {
+        let request = Request {
+            prompt,
+            n_predict: Some(60),
+            ignore_eos: true,
+            ..Request::default()
+        };
+        for sampler in samplers() {
+            let (plain, a) = model.answer(&request, &sampler, None, exact, None);
+            for n in [1, 4, 6] {
+                let (guessed, b) = model.answer(&request, &sampler, Some(&depth(n)), exact, None);
+                assert_eq!(plain.tokens, guessed.tokens, "depth {n}");
+                // Bit by bit: the same keys, values and states (the plain session has no head).
+                let (a, b) = (a.snapshot().unwrap(), b.snapshot().unwrap());
+                for part in a.parts() {
+                    assert!(b.parts().contains(part), "depth {n}");
+                }
+            }
+        }
+    }
+}
+
+#[test]
+fn the_head_costs_its_own_tensors_and_cells() {
+    let model = Model::open(&demo());
+    let plain = model.session(SessionParams::default());
+    let with = model.session(SessionParams {
+        mtp: true,
+        n_rollback: 3,
+        ..SessionParams::default()
+    });
+    let config = model.engine.config();
+    let attention = config.layers.iter().filter(|l| !l.recurrent).count();
+    let (a, b) = (plain.bytes(), with.bytes());
+    // One more layer of keys and values.
+    assert_eq!(b.kv * attention, a.kv * (attention + 1));
+    assert_eq!(b.state, a.state + 4 * config.n_embd as usize);
+    // States of three more tokens.
+    assert!(b.rollback >= 3 * a.state * 9 / 10 && b.rollback < 4 * a.state);
+    // Nothing of the weights is there twice.
+    let weights = model.engine.weight_bytes();
+    assert_eq!(weights.copied + weights.repacked, 0);
+    let file: usize = model.engine.files().tensor_bytes();
+    assert_eq!(weights.mapped, file);
+}
+
+#[test]
+fn damaged_heads_are_mended_or_switched_off() {
+    let original = Variant::read(&demo());
+    let block = "blk.8.";
+    let norms = [
+        "attn_norm",
+        "post_attention_norm",
+        "attn_q_norm",
+        "attn_k_norm",
+        "nextn.enorm",
+        "nextn.hnorm",
+        "nextn.shared_head_norm",
+    ];
+    // Norms stored without their 1.
+    let mut variant = Variant::read(&demo());
+    let mut shifted = 0;
+    for tensor in &mut variant.tensors {
+        if norms
+            .iter()
+            .any(|n| tensor.name == format!("{block}{n}.weight"))
+        {
+            for value in tensor.data.as_chunks_mut::<4>().0 {
+                *value = (f32::from_le_bytes(*value) - 1.0).to_le_bytes();
+            }
+            shifted += 1;
+        }
+    }
+    assert!(shifted >= 6, "{shifted}");
+    let (mended, sound) = (Model::made(&variant), Model::made(&original));
+    let reason = &mended.engine.mtp_status().reason;
+    assert!(
+        mended.engine.mtp_status().on && reason.contains("mended"),
+        "{reason}"
+    );
+    assert!(!sound.engine.mtp_status().reason.contains("mended"));
+    let drafts = |model: &Model| {
+        let mut session = model.session(SessionParams {
+            mtp: true,
+            ..f32_params()
+        });
+        evaluate(&mut session, &model.chat(QUESTIONS[0]));
+        session.draft(7, 4).unwrap().1.to_vec()
+    };
+    assert!(max_diff(&drafts(&mended), &drafts(&sound)) < 1e-3);
+
+    // A head of zeros.
+    let mut variant = Variant::read(&demo());
+    for tensor in &mut variant.tensors {
+        if tensor.name == format!("{block}nextn.eh_proj.weight") {
+            tensor.data.fill(0);
+        }
+    }
+    let zero = Model::made(&variant);
+    assert!(!zero.engine.mtp_status().on);
+    assert!(zero.engine.mtp_status().reason.contains("zeros"));
+
+    // A head that is never right is not asked for ever.
+    let mut variant = Variant::read(&demo());
+    let mut random = Random(9);
+    for tensor in &mut variant.tensors {
+        if tensor.name == format!("{block}nextn.shared_head_norm.weight") {
+            for value in tensor.data.as_chunks_mut::<4>().0 {
+                let sign = if random.below(2) == 0 { 1.0f32 } else { -1.0 };
+                *value = sign.to_le_bytes();
+            }
+        }
+    }
+    let garbage = Model::made(&variant);
+    let request = Request {
+        prompt: garbage.chat(QUESTIONS[0]),
+        n_predict: Some(150),
+        ..Request::default()
+    };
+    let greedy = SamplerParams::greedy();
+    let (plain, _) = garbage.answer(&request, &greedy, None, f32_params(), None);
+    let (answer, _) = garbage.answer(&request, &greedy, Some(&depth(2)), f32_params(), None);
+    let stats = answer.speculation.unwrap();
+    assert_eq!(plain.tokens, answer.tokens);
+    assert!(stats.rounds <= 64 || stats.accepted > 0, "{stats:?}");
+}

@@ -61,6 +61,8 @@ pub struct Wanted<'a> {
     pub role: Role,
     /// It is an embedding that is multiplied with activations too: a tied head.
     pub tied: bool,
+    /// It is a vector of F32 that is copied with 1 added to every value.
+    pub plus_one: bool,
 }
 
 /// ggml wants tensor data at multiples of this; files with a smaller alignment are copied.
@@ -104,7 +106,10 @@ impl Weights {
                     continue;
                 }
             }
-            if !device_takes(device, want) {
+            if want.plus_one {
+                let own = backend.buffer_type() as usize;
+                copies.entry(own).or_default().push(want);
+            } else if !device_takes(device, want) {
                 host_only.push(want);
             } else if device.maps_host_memory() && aligned {
                 in_place.push(want);
@@ -246,7 +251,8 @@ impl Weights {
         }
         context.inner.allocate(backend, buffer_type, "weights")?;
         for (want, tensor) in wanted.iter().zip(tensors) {
-            let data = want.file.data(want.info);
+            let plus_one = want.plus_one.then(|| plus_one(want)).transpose()?;
+            let data = plus_one.as_deref().unwrap_or(want.file.data(want.info));
             // Repacking needs the whole tensor in one call.
             let piece = if own_layout { data.len() } else { UPLOAD_BYTES };
             for (i, chunk) in data.chunks(piece.max(1)).enumerate() {
@@ -264,6 +270,19 @@ impl Weights {
         context.inner.mark_as_weights();
         Ok(())
     }
+}
+
+/// The bytes of a vector of F32 with 1 added to every value.
+fn plus_one(want: &Wanted<'_>) -> Result<Vec<u8>, Error> {
+    if want.info.dtype != DType::F32 {
+        return Err(Error::Device(format!(
+            "tensor `{}` is {}, and 1 can be added to F32 only",
+            want.info.name, want.info.dtype
+        )));
+    }
+    let (values, _) = want.file.data(want.info).as_chunks::<4>();
+    let shifted = values.iter().map(|&v| f32::from_le_bytes(v) + 1.0);
+    Ok(shifted.flat_map(f32::to_le_bytes).collect())
 }
 
 fn key(file: &Gguf, info: &TensorInfo) -> (usize, String) {

@@ -5,6 +5,8 @@ pub mod model;
 pub mod perplexity;
 pub mod run;
 pub mod tokens;
+pub mod tune;
+pub mod verify;
 
 /// What a command ends with, besides an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

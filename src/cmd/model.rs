@@ -10,9 +10,10 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
 use qrun::model::forward::DraftVocab;
 use qrun::session::SessionParams;
-use qrun::speculate::{Depth, SpecParams};
+use qrun::speculate::{Costs, Depth, SpecParams};
 use qrun::state::{KV_TYPES, KvTypes};
 use qrun::tokenizer::Tokenizer;
+use qrun::tune::{TuneKey, TuneRecord};
 use qrun::vocab;
 
 use super::UsageError;
@@ -124,8 +125,8 @@ pub fn session_params(args: &ModelArgs) -> Result<SessionParams> {
     })
 }
 
-/// How to speculate under these arguments, and what the session has to keep for it; no speculation where it is off
-/// or the model has nothing to guess with.
+/// How to speculate under these arguments, what `qrun tune` measured, and what the session has to keep for it; no
+/// speculation where it is off or the model has nothing to guess with.
 ///
 /// # Errors
 /// When the arguments contradict each other, or ask for what the model or device does not have.
@@ -134,7 +135,7 @@ pub fn speculation(
     engine: &Engine,
     tokenizer: &Tokenizer,
     session: &mut SessionParams,
-) -> Result<Option<SpecParams>> {
+) -> Result<(Option<SpecParams>, Option<Costs>)> {
     session.exact = args.spec_exact;
     let depth = match args.spec {
         Spec::Auto => Depth::Auto,
@@ -145,6 +146,13 @@ pub fn speculation(
         draft_max = n;
     }
     if args.spec_exact {
+        if engine.weight_bytes().repacked > 0 {
+            return Err(UsageError(
+                "--spec-exact: repacked weights round in another way; leave out --repack"
+                    .to_owned(),
+            )
+            .into());
+        }
         if engine.backends()[0].device().kind() != DeviceKind::Cpu {
             return Err(UsageError(
                 "--spec-exact: only the CPU's kernels give the same bits at every width; without it the text can \
@@ -163,14 +171,14 @@ pub fn speculation(
         draft_max = draft_max.min(EXACT_DEPTH);
     }
     if draft_max == 0 {
-        return Ok(None);
+        return Ok((None, None));
     }
     let head = engine.mtp_status();
     if !head.on && args.spec_ngram == 0 {
         if let (Depth::Fixed(_), reason) = (depth, &head.reason) {
             report::note(&format!("no speculation: {reason}"));
         }
-        return Ok(None);
+        return Ok((None, None));
     }
     session.mtp = head.on;
     session.n_rollback = draft_max;
@@ -178,7 +186,16 @@ pub fn speculation(
         .spec_draft_vocab
         .0
         .and_then(|n| draft_vocab(n, tokenizer));
-    Ok(Some(SpecParams {
+    let tuned = if args.no_tune {
+        None
+    } else {
+        // A record that cannot be used is not worth an answer.
+        TuneRecord::load(&TuneKey::of(engine)).unwrap_or_else(|error| {
+            report::note(&report::error_line(&error));
+            None
+        })
+    };
+    let params = SpecParams {
         depth,
         draft_max,
         draft_min: usize::from(args.draft_min),
@@ -186,14 +203,15 @@ pub fn speculation(
         mtp: head.on,
         ngram: usize::from(args.spec_ngram),
         sampled: args.spec_sampled,
-    }))
+    };
+    Ok((Some(params), tuned.map(|record| record.costs)))
 }
 
 /// Guesses up to which passes of Q4_K and Q6_K weights give the same bits on the CPU: width 7.
 const EXACT_DEPTH: usize = 6;
 
 /// The first `n` ids and the added tokens at the end; none where these are all.
-fn draft_vocab(n: usize, tokenizer: &Tokenizer) -> Option<DraftVocab> {
+pub fn draft_vocab(n: usize, tokenizer: &Tokenizer) -> Option<DraftVocab> {
     let last_from = tokenizer.first_added();
     (n < last_from).then_some(DraftVocab {
         n_first: n as i64,

@@ -51,7 +51,8 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
     if let (Some(factory), Some(grammar)) = (&grammar_factory, &grammar) {
         factory.constraint(grammar).context("reading the grammar")?;
     }
-    let speculation = model::speculation(&args.spec, &engine, &tokenizer, &mut session_params)?;
+    let (speculation, tuned) =
+        model::speculation(&args.spec, &engine, &tokenizer, &mut session_params)?;
     let mut runner = Runner {
         args,
         tokenizer: &tokenizer,
@@ -59,7 +60,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         tools,
         grammar: grammar_factory.as_ref().zip(grammar.as_ref()),
         session: Session::new(engine.clone(), session_params)?,
-        speculator: speculation.map(|params| Speculator::new(params, None)),
+        speculator: speculation.map(|params| Speculator::new(params, tuned)),
         cancel,
         engine: &engine,
     };
@@ -76,7 +77,10 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
 }
 
 /// Ctrl-C once ends the answer, twice the program. A kill does what Ctrl-C does.
-fn install_interrupt(cancel: &CancelToken) -> Result<()> {
+///
+/// # Errors
+/// When the system refuses the handler.
+pub fn install_interrupt(cancel: &CancelToken) -> Result<()> {
     let cancel = cancel.clone();
     ctrlc::set_handler(move || {
         if cancel.is_cancelled() {
@@ -557,6 +561,13 @@ impl Runner<'_> {
             };
             return format!("speculation off: {reason}");
         };
+        if self
+            .speculator
+            .as_ref()
+            .is_some_and(Speculator::head_is_hopeless)
+        {
+            return "speculation off: the MTP head was never right, it must be damaged".to_owned();
+        }
         if stats.rounds == 0 {
             return "speculation: nothing was guessed, plain decoding was faster".to_owned();
         }

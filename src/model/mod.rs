@@ -6,6 +6,7 @@
 pub mod config;
 pub mod files;
 pub mod forward;
+pub mod health;
 pub mod weights;
 
 pub use config::Config;

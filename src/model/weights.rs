@@ -13,6 +13,7 @@ use ggml_metal::{
 
 use super::config::{Config, LayerConfig};
 use super::files::ModelFiles;
+use super::health::{HeadHealth, head_health, is_head_norm};
 
 /// All weights of a model.
 pub struct Model<T> {
@@ -283,7 +284,18 @@ impl<'a> Plan<'a> {
     /// # Errors
     /// As [`ModelWeights::load`], without memory.
     pub fn make(files: &'a ModelFiles) -> Result<Self> {
-        let status = MtpStatus::of(files);
+        let mut status = MtpStatus::of(files);
+        let health = if status.on {
+            head_health(files)?
+        } else {
+            HeadHealth::Sound
+        };
+        if health == HeadHealth::Zero {
+            status = MtpStatus {
+                on: false,
+                reason: "the MTP block holds nothing but zeros".to_owned(),
+            };
+        }
         let mut wanted: Vec<Wanted<'a>> = Vec::new();
         let mut seen: HashSet<*const TensorInfo> = HashSet::new();
         let mut n_trunk = 0;
@@ -305,6 +317,7 @@ impl<'a> Plan<'a> {
                     info,
                     role: ask.role,
                     tied: false,
+                    plus_one: false,
                 });
                 n_trunk += usize::from(!ask.mtp);
             } else if ask.role == Role::Matrix {
@@ -315,6 +328,12 @@ impl<'a> Plan<'a> {
             Ok(Some(()))
         };
         Model::bind(&files.config, status.on, &mut check)?;
+        if health == HeadHealth::ZeroCentred {
+            for want in &mut wanted {
+                want.plus_one = is_head_norm(files, want.file, want.info);
+            }
+            status.reason += ", whose norms were stored without their 1 and are mended here";
+        }
         Ok(Self {
             wanted,
             status,

@@ -1,0 +1,172 @@
+//! What `qrun tune` measured for one model on one device, kept in a small file for later runs.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::{Context as _, Result, ensure};
+use ggml_metal::Gguf;
+use serde::{Deserialize, Serialize};
+
+use crate::engine::Engine;
+use crate::speculate::Costs;
+
+/// The form of the file; another one is ignored.
+const FORM: u32 = 1;
+/// Bytes of a model file that identify it, with its length: its metadata lie there.
+const IDENTIFYING_BYTES: usize = 1 << 20;
+
+/// What was measured.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct TuneRecord {
+    form: u32,
+    key: TuneKey,
+    /// What passes and drafts take.
+    pub costs: Costs,
+    /// Size of the draft vocabulary that was fastest; none where it is the whole one.
+    pub draft_vocab: Option<usize>,
+    /// Every combination that was tried; depth 0 is plain decoding.
+    pub tried: Vec<Tried>,
+}
+
+/// One combination, over all texts that were generated with it.
+#[derive(Clone, Debug, PartialEq, Serialize, Deserialize)]
+pub struct Tried {
+    /// Tokens guessed before each pass.
+    pub depth: usize,
+    /// Size of the draft vocabulary, if not the whole one.
+    pub draft_vocab: Option<usize>,
+    /// Tokens a second: the median over the texts.
+    pub tps: f64,
+    /// Share of the guesses that were right.
+    pub acceptance: f64,
+    /// Tokens that a pass gave.
+    pub tokens_per_pass: f64,
+}
+
+/// What a measurement holds for.
+#[derive(Clone, Debug, PartialEq, Eq, Serialize, Deserialize)]
+pub struct TuneKey {
+    /// Length and hash of the model file's head.
+    pub model: String,
+    /// The device.
+    pub device: String,
+    /// CPU threads.
+    pub threads: usize,
+    /// Where the weights lie: mapped, copied, or repacked.
+    pub layout: String,
+    /// Version of qrun and ggml.
+    pub version: String,
+}
+
+impl TuneKey {
+    /// The key of a loaded model.
+    pub fn of(engine: &Engine) -> Self {
+        let backend = &engine.backends()[0];
+        let weights = engine.weight_bytes();
+        let layout = match (weights.repacked, weights.copied > weights.mapped) {
+            (0, false) => "mapped",
+            (0, true) => "copied",
+            _ => "repacked",
+        };
+        Self {
+            model: identity(engine.files().main()),
+            device: format!(
+                "{} {}",
+                backend.device().name(),
+                backend.device().description()
+            ),
+            threads: backend.n_threads(),
+            layout: layout.to_owned(),
+            version: format!(
+                "{} ggml {}",
+                env!("CARGO_PKG_VERSION"),
+                ggml_metal::ggml_version()
+            ),
+        }
+    }
+
+    /// The file that a record with this key is kept in, in the user's cache folder.
+    ///
+    /// # Errors
+    /// When the system names no such folder.
+    pub fn path(&self) -> Result<PathBuf> {
+        use etcetera::BaseStrategy as _;
+        let base = etcetera::choose_base_strategy().context("finding the cache folder")?;
+        let text = serde_json::to_string(self)?;
+        let name = format!("{:016x}.json", fnv1a(text.bytes()));
+        Ok(base.cache_dir().join("qrun/tune").join(name))
+    }
+}
+
+/// A model file by its length and its head: renaming and copying keep it.
+fn identity(file: &Gguf) -> String {
+    let bytes = file.map().bytes();
+    let head = &bytes[..bytes.len().min(IDENTIFYING_BYTES)];
+    format!("{}-{:016x}", bytes.len(), fnv1a(head.iter().copied()))
+}
+
+/// The 64-bit FNV-1a hash: short, and the same in every version of every compiler.
+fn fnv1a(bytes: impl Iterator<Item = u8>) -> u64 {
+    bytes.fold(0xcbf2_9ce4_8422_2325, |hash, byte| {
+        (hash ^ u64::from(byte)).wrapping_mul(0x0100_0000_01b3)
+    })
+}
+
+impl TuneRecord {
+    /// A record of what was measured.
+    pub fn new(key: TuneKey, costs: Costs, draft_vocab: Option<usize>, tried: Vec<Tried>) -> Self {
+        Self {
+            form: FORM,
+            key,
+            costs,
+            draft_vocab,
+            tried,
+        }
+    }
+
+    /// Reads the record of a loaded model; none where there is none.
+    ///
+    /// # Errors
+    /// When there is a file that cannot be read or understood, or that holds for something else.
+    pub fn load(key: &TuneKey) -> Result<Option<Self>> {
+        let path = key.path()?;
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
+        };
+        let record: Self = serde_json::from_str(&text)
+            .with_context(|| format!("{}: not a tuning record", path.display()))?;
+        ensure!(
+            record.form == FORM && record.key == *key,
+            "{}: holds for another model, device or version",
+            path.display()
+        );
+        Ok(Some(record))
+    }
+
+    /// Writes the record to its place; returns where that is.
+    ///
+    /// # Errors
+    /// When the folder or the file cannot be written.
+    pub fn save(&self) -> Result<PathBuf> {
+        let path = self.key.path()?;
+        let writing = || format!("writing {}", path.display());
+        let folder = path.parent().unwrap_or(Path::new("."));
+        std::fs::create_dir_all(folder).with_context(writing)?;
+        // A reader never sees half a file.
+        let partial = path.with_extension(format!("{}.partial", std::process::id()));
+        let text = serde_json::to_string_pretty(self)?;
+        let written =
+            std::fs::write(&partial, text).and_then(|()| std::fs::rename(&partial, &path));
+        if written.is_err() {
+            let _ = std::fs::remove_file(&partial);
+        }
+        written.with_context(writing)?;
+        Ok(path)
+    }
+
+    /// The combination that was fastest.
+    pub fn best(&self) -> Option<&Tried> {
+        self.tried.iter().max_by(|a, b| a.tps.total_cmp(&b.tps))
+    }
+}
