@@ -289,6 +289,11 @@ pub struct SpecArgs {
     #[arg(long)]
     pub no_tune: bool,
 
+    /// Take guesses to be right at these rates (one for each place, with all before it): for measurements with
+    /// random weights
+    #[arg(long, value_name = "RATES", value_delimiter = ',', hide = true)]
+    pub spec_synth_rates: Vec<f64>,
+
     /// Same bits at every width of a pass, so that greedy text is the same to the last token (on the CPU, up to 6
     /// guesses)
     #[arg(long)]

@@ -303,6 +303,13 @@ impl Generator<'_> {
                 }
             };
             let guess = round.draft.tokens.get(row).copied();
+            let speculator = self.speculator.as_deref();
+            let imposed = speculator.and_then(|s| s.imposed(row, position));
+            let token = match (imposed, guess) {
+                (Some(true), Some(guess)) => guess,
+                (Some(false), Some(guess)) if guess == token => (guess + 1) % n_vocab as u32,
+                _ => token,
+            };
             round.sampling += start.elapsed();
             round.checked += usize::from(guess.is_some());
             let right = guess == Some(token);

@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 
 use serde::{Deserialize, Serialize};
 
-use crate::sampler::{Candidate, Purpose, SamplerParams, keyed_uniforms};
+use crate::sampler::{Candidate, Purpose, SamplerParams, keyed_uniform, keyed_uniforms};
 use crate::session::{EvalError, Session};
 
 /// The deepest draft.
@@ -220,6 +220,8 @@ pub struct Speculator {
     depth_now: usize,
     /// First guesses of the head in this run, and how many of them were right.
     first_guesses: (u64, u64),
+    /// For each place how often a guess is taken to be right, with all before it, whatever the model says.
+    imposed: Vec<f64>,
 }
 
 /// Plain passes before guessing is tried again where it did not pay: few at first, then more and more.
@@ -251,7 +253,23 @@ impl Speculator {
             text: TextIndex::default(),
             depth_now: 0,
             first_guesses: (0, 0),
+            imposed: Vec::new(),
         }
+    }
+
+    /// Takes guesses to be right at these rates, whatever the model says: the speed of a model whose weights are
+    /// random can be measured so. All the work is done, and the text means nothing. `rates` are those of being right
+    /// at each place with all before it.
+    pub fn impose(&mut self, rates: &[f64]) {
+        self.imposed = rates.to_vec();
+    }
+
+    /// Whether the guess at a place of the draft is taken to be right; none where the model decides.
+    pub fn imposed(&self, place: usize, position: u64) -> Option<bool> {
+        let &rate = self.imposed.get(place)?;
+        let before = place.checked_sub(1).map_or(1.0, |p| self.imposed[p]);
+        let number = keyed_uniform(0, position, Purpose::Accept);
+        Some(number * before < rate)
     }
 
     /// True when the head was never right in so many guesses that it must be damaged: it is not asked any more.

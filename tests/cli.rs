@@ -24,6 +24,7 @@ fn plain() -> Command {
         .env("QRUN_CONFIG", "")
         .env_remove("QRUN_MODEL")
         .env("QRUN_THREADS", "2")
+        .env("XDG_CACHE_HOME", std::env::temp_dir().join("qrun-no-cache"))
         .stdin(Stdio::null());
     command
 }
@@ -634,4 +635,142 @@ fn devices_are_listed_and_unknown_ones_refused() {
         "{}",
         stderr(&output)
     );
+}
+
+#[test]
+fn speculation_is_described_and_leaves_the_text_alone() {
+    let story = [
+        "-p",
+        "Tell me a story about a boat.",
+        "-n",
+        "60",
+        "--seed",
+        "5",
+        "--json",
+    ];
+    let object = |args: &[&str]| -> Value {
+        let output = run(qrun().args(story).args(args));
+        assert_eq!(code(&output), 0, "{}", stderr(&output));
+        serde_json::from_str(&stdout(&output)).unwrap()
+    };
+    let exact = object(&["--spec", "off", "--spec-exact"]);
+    assert_eq!(exact["speculation"]["enabled"], false);
+    assert!(exact["speculation"]["reason"].is_string());
+    for args in [
+        &["--spec", "3"][..],
+        &["--spec", "auto"],
+        &["--spec", "2", "--spec-draft-vocab", "4000"],
+        &["--spec", "4", "--draft-p-min", "0.5", "--draft-min", "2"],
+        &["--spec", "4", "--spec-ngram", "3"],
+    ] {
+        let guessed = object(&[args, &["--spec-exact"]].concat());
+        assert_eq!(guessed["output_tokens"], exact["output_tokens"], "{args:?}");
+        let spec = &guessed["speculation"];
+        assert_eq!(spec["enabled"], true);
+        for key in [
+            "rounds",
+            "passes",
+            "drafted",
+            "accepted",
+            "acceptance",
+            "acceptance_at",
+            "tokens_per_pass",
+            "draft_s",
+            "verify_s",
+            "rollback_s",
+            "sampling_s",
+            "other_s",
+            "plain_tps",
+        ] {
+            assert!(!spec[key].is_null(), "{key}");
+        }
+        if args[1] != "auto" {
+            assert!(spec["drafted"].as_u64().unwrap() > 0, "{args:?}");
+            assert!(spec["accepted"].as_u64() <= spec["drafted"].as_u64());
+        }
+    }
+    let drawn = object(&["--spec", "3", "--spec-sampled"]);
+    assert!(drawn["speculation"]["accepted"].as_u64().unwrap() > 0);
+
+    // What makes no sense.
+    for (args, word) in [
+        (&["--spec", "many"][..], "auto"),
+        (&["--spec", "17"], "16"),
+        (&["--draft-p-min", "2"], "0 to 1"),
+        (&["--spec", "8", "--spec-exact"], "6 guesses"),
+        (&["--spec-exact", "--repack"], "--repack"),
+    ] {
+        let output = run(qrun().args(story).args(args));
+        assert_eq!(code(&output), 2, "{args:?}: {}", stderr(&output));
+        assert!(
+            stderr(&output).contains(word),
+            "{args:?}: {}",
+            stderr(&output)
+        );
+    }
+
+    let output = run(qrun().args(["-p", "Hello", "-n", "30", "--stats", "--spec", "2"]));
+    let line = stderr(&output);
+    for word in [
+        "guesses right",
+        "tokens a pass",
+        "draft",
+        "verify",
+        "sampling",
+    ] {
+        assert!(line.contains(word), "{line}");
+    }
+}
+
+#[test]
+fn tune_keeps_what_it_measured_and_verify_compares() {
+    let cache = tempfile::tempdir().unwrap();
+    let in_cache = || {
+        let mut command = qrun();
+        command.env("XDG_CACHE_HOME", cache.path());
+        command
+    };
+    let output = run(in_cache().args(["tune", "-n", "24", "--draft-max", "2", "--json"]));
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let tried = object["record"]["tried"].as_array().unwrap();
+    assert_eq!(tried.len(), 3, "plain decoding and two depths");
+    assert!(tried.iter().all(|t| t["tps"].as_f64().unwrap() > 0.0));
+    assert!(object["record"]["costs"]["pass"][1].as_f64().unwrap() > 0.0);
+    assert!(stderr(&output).contains("kept in"), "{}", stderr(&output));
+    let file = object["file"].as_str().unwrap();
+    assert!(std::path::Path::new(file).starts_with(cache.path()));
+
+    // Later runs use it; a damaged record is passed over with a line.
+    let quick = ["-p", "Hello", "-n", "4", "--seed", "1"];
+    let output = run(in_cache().args(quick));
+    assert_eq!((code(&output), stderr(&output).as_str()), (0, ""));
+    std::fs::write(file, "{").unwrap();
+    let output = run(in_cache().args(quick));
+    assert_eq!(code(&output), 0);
+    assert!(
+        stderr(&output).contains("not a tuning record"),
+        "{}",
+        stderr(&output)
+    );
+    let output = run(in_cache().args(quick).arg("--no-tune"));
+    assert_eq!((code(&output), stderr(&output).as_str()), (0, ""));
+
+    let output = run(in_cache().args([
+        "verify",
+        "-n",
+        "40",
+        "--spec",
+        "3",
+        "--spec-exact",
+        "--json",
+    ]));
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    assert!(
+        stderr(&output).starts_with("OK: 6 of 6"),
+        "{}",
+        stderr(&output)
+    );
+    let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    assert_eq!(object["same"], 6);
 }

@@ -60,7 +60,11 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         tools,
         grammar: grammar_factory.as_ref().zip(grammar.as_ref()),
         session: Session::new(engine.clone(), session_params)?,
-        speculator: speculation.map(|params| Speculator::new(params, tuned)),
+        speculator: speculation.map(|params| {
+            let mut speculator = Speculator::new(params, tuned);
+            speculator.impose(&args.spec.spec_synth_rates);
+            speculator
+        }),
         cancel,
         engine: &engine,
     };
