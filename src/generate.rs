@@ -172,7 +172,14 @@ impl Generator<'_> {
             let n_known = pending.len();
             pending.extend_from_slice(&draft.tokens);
             let pass_start = Instant::now();
-            let evaluated = self.session.eval(&pending, outputs, cancel).map(|_| ());
+            let greedy = self.sampler.is_greedy() && self.constraint.is_none();
+            let best = greedy && outputs != Outputs::None && self.session.finds_best();
+            let evaluated = if best {
+                let evaluated = self.session.eval_best(&pending, first_row, cancel);
+                evaluated.map(|_| ())
+            } else {
+                self.session.eval(&pending, outputs, cancel).map(|_| ())
+            };
             let verify = pass_start.elapsed();
             match evaluated {
                 Ok(()) => {}
@@ -284,10 +291,14 @@ impl Generator<'_> {
         let mut masked: Vec<f32> = Vec::new();
         for row in 0..=round.draft.tokens.len() {
             let start = Instant::now();
-            let logits = &self.session.logits()[row * n_vocab..(row + 1) * n_vocab];
             let position = (first + row) as u64;
             let constraint = self.constraint.as_deref_mut();
+            // Where the device found the best tokens there are no logits.
+            let logits = self.session.logits();
+            let logits = logits.get(row * n_vocab..(row + 1) * n_vocab);
+            let logits = logits.unwrap_or_default();
             let token = match constraint.filter(|_| !text.is_thinking()) {
+                None if !self.session.best().is_empty() => self.session.best()[row].0,
                 None => choose_token(self.sampler, logits, position, round.draft, row)?,
                 Some(constraint) => {
                     masked.clear();

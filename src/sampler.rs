@@ -320,20 +320,27 @@ impl Sampler {
         self.history.clear();
     }
 
+    /// True where the token is always the best one of the row as it is.
+    pub fn is_greedy(&self) -> bool {
+        self.chain == [Stage::Temperature]
+            && self.params.temp <= 0.0
+            && self.params.logit_bias.is_empty()
+    }
+
     /// The target distribution after the whole chain, in the order that the chain left: by id if nothing
     /// was ranked, best first after top-k and top-p, most typical first after typical.
     ///
     /// Softmax as in llama.cpp's last step: `f32` exponentials of the distance to the largest logit, their
     /// sum in `f64`, quotients rounded to `f32`.
     pub fn distribution(&mut self, logits: &[f32]) -> Result<&[Candidate], SampleError> {
+        let greedy = self.is_greedy();
         let Self {
             params,
             chain,
             history,
             row,
         } = self;
-        let greedy = *chain == [Stage::Temperature] && params.temp <= 0.0;
-        if greedy && params.logit_bias.is_empty() {
+        if greedy {
             row.load_best(logits)?;
         } else {
             row.load(logits, &params.logit_bias)?;

@@ -8,7 +8,7 @@ use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
 
-use ggml_metal::{Backend, DType};
+use ggml_metal::{Backend, DType, DeviceKind};
 
 use crate::engine::Engine;
 use crate::model::forward::{
@@ -177,6 +177,7 @@ pub struct Session {
     /// How many more can be taken back.
     can_reject: usize,
     logits: Vec<f32>,
+    best: Vec<(u32, f32)>,
     head_logits: Vec<f32>,
     compute_time: Duration,
 }
@@ -238,6 +239,7 @@ impl Session {
             back: 0,
             can_reject: 0,
             logits: Vec::new(),
+            best: Vec::new(),
             head_logits: Vec::new(),
             compute_time: Duration::ZERO,
             engine,
@@ -297,8 +299,39 @@ impl Session {
         } else {
             HeadPass::Off
         };
-        self.run(tokens, outputs, head, cancel)?;
+        self.run(tokens, outputs, head, false, cancel)?;
         Ok(&self.logits)
+    }
+
+    /// As [`Session::eval`] of the tokens from `first` on, but returns only the best token of each row, with its
+    /// logit, as the device finds it.
+    ///
+    /// # Errors
+    /// See [`EvalError`].
+    pub fn eval_best(
+        &mut self,
+        tokens: &[u32],
+        first: usize,
+        cancel: &CancelToken,
+    ) -> Result<&[(u32, f32)], EvalError> {
+        let head = if self.params.mtp {
+            HeadPass::Keys
+        } else {
+            HeadPass::Off
+        };
+        self.run(tokens, Outputs::From(first), head, true, cancel)?;
+        Ok(&self.best)
+    }
+
+    /// The tokens that the last [`Session::eval_best`] returned.
+    pub fn best(&self) -> &[(u32, f32)] {
+        &self.best
+    }
+
+    /// True where [`Session::eval_best`] is faster than looking through the logits: on devices that have memory of
+    /// their own.
+    pub fn finds_best(&self) -> bool {
+        self.backend().device().kind() == DeviceKind::Gpu
     }
 
     /// The logits that the last [`Session::eval`] returned.
@@ -321,7 +354,7 @@ impl Session {
                 "this session does not keep up the draft head"
             )));
         }
-        self.run(tokens, Outputs::All, HeadPass::Logits, cancel)?;
+        self.run(tokens, Outputs::All, HeadPass::Logits, false, cancel)?;
         Ok((&self.logits, &self.head_logits))
     }
 
@@ -330,9 +363,11 @@ impl Session {
         tokens: &[u32],
         outputs: Outputs,
         head: HeadPass,
+        best: bool,
         cancel: &CancelToken,
     ) -> Result<(), EvalError> {
         self.logits.clear();
+        self.best.clear();
         self.head_logits.clear();
         self.check_tokens(tokens)?;
         self.make_room(tokens.len())?;
@@ -354,6 +389,7 @@ impl Session {
                 n_tokens: chunk.len(),
                 n_kv: (n_past + chunk.len()).next_multiple_of(KV_PAD),
                 n_outputs,
+                best: best && n_outputs > 0,
                 head,
                 back: self.back,
                 unsplit: self.params.exact && chunk.len() == 1,
@@ -372,6 +408,7 @@ impl Session {
             // The graph just used is the last in the list.
             if let Some(graph) = self.graphs.last() {
                 graph.read_logits(&mut self.logits)?;
+                graph.read_best(&mut self.best)?;
                 graph.read_head_logits(&mut self.head_logits)?;
             }
             self.tokens.extend_from_slice(chunk);
@@ -627,6 +664,11 @@ impl Session {
                 });
             }
         }
-        Ok(())
+        match self.best.iter().position(|(_, logit)| !logit.is_finite()) {
+            Some(row) => Err(EvalError::NonFinite {
+                position: self.n_past() - self.best.len() + row,
+            }),
+            None => Ok(()),
+        }
     }
 }

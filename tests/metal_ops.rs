@@ -195,6 +195,7 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
                         n_tokens,
                         n_kv: KV_PAD,
                         n_outputs,
+                        best: n_outputs == 1,
                         head,
                         back: n_tokens % 4,
                         unsplit: n_tokens % 2 == 1,

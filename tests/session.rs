@@ -265,6 +265,28 @@ fn drafting_leaves_no_trace() {
 }
 
 #[test]
+fn the_best_token_is_that_of_the_logits() {
+    for model in models() {
+        let tokens = model.tokens(30, 12);
+        let logits = all(&mut model.session(), &tokens);
+        let rows: Vec<&[f32]> = logits.chunks(model.n_vocab).collect();
+        let mut session = model.batched(7);
+        for (part, from) in [(0..20, 0), (20..21, 0), (21..30, 5)] {
+            let best = session
+                .eval_best(&tokens[part.clone()], from, &never())
+                .unwrap()
+                .to_vec();
+            assert_eq!(best.len(), part.len() - from);
+            for ((id, logit), row) in best.into_iter().zip(&rows[part.start + from..]) {
+                assert_eq!(id, argmax(row));
+                assert!((logit - row[id as usize]).abs() < BOUND);
+            }
+            assert!(session.logits().is_empty());
+        }
+    }
+}
+
+#[test]
 fn a_snapshot_brings_the_session_back() {
     for model in models() {
         let tokens = model.tokens(120, 4);

@@ -8,7 +8,7 @@ use std::ptr::NonNull;
 use std::sync::Arc;
 
 use crate::tensor::ContextInner;
-use crate::{Backend, DType, Error, Tensor, exclusive, log};
+use crate::{Backend, DType, Element, Error, Tensor, exclusive, log};
 
 /// A place to describe tensors and the operations between them.
 pub struct Context {
@@ -719,6 +719,37 @@ impl Context {
     }
 }
 
+/// True where `backend` computes every node of the graph, and reaches all memory that is already there.
+///
+/// # Safety
+/// The graph must be alive.
+unsafe fn suits_one(graph: *mut ggml::ggml_cgraph, backend: &Backend) -> bool {
+    // SAFETY: the caller's promise; nodes and their sources live as long as the graph's context.
+    unsafe {
+        let device = backend.device().0;
+        let reaches = |tensor: *mut ggml::ggml_tensor| {
+            let owner = if (*tensor).view_src.is_null() {
+                tensor
+            } else {
+                (*tensor).view_src
+            };
+            let buffer = (*owner).buffer;
+            buffer.is_null()
+                || ggml::ggml_backend_dev_supports_buft(
+                    device,
+                    ggml::ggml_backend_buffer_get_type(buffer),
+                )
+        };
+        (0..ggml::ggml_graph_n_nodes(graph)).all(|i| {
+            let node = ggml::ggml_graph_node(graph, i);
+            let mut sources = (*node).src.iter().filter(|src| !src.is_null());
+            ggml::ggml_backend_dev_supports_op(device, node)
+                && reaches(node)
+                && sources.all(|&src| reaches(src))
+        })
+    }
+}
+
 /// True where `small` can be repeated to the shape of `large`.
 fn repeats(small: &Tensor, large: &Tensor) -> bool {
     small.dtype() == large.dtype() && (0..4).all(|i| large.ne(i) % small.ne(i) == 0)
@@ -744,10 +775,13 @@ pub struct Graph {
     backends: Vec<Backend>,
     raw: *mut ggml::ggml_cgraph,
     context: Context,
+    /// Inputs to be set when it is computed: tensors, and where their bytes end in `bytes`.
+    staged: Vec<(Tensor, usize)>,
+    bytes: Vec<u8>,
 }
 
-/// One backend needs only a graph allocator; several need a scheduler that splits the graph between them.
-/// A scheduler holds one allocated graph, so each graph has its own.
+/// A graph that the first backend can compute as a whole needs only an allocator; else a scheduler splits it between
+/// the backends. A scheduler holds one allocated graph, so each graph has its own.
 enum Allocator {
     Single(ggml::ggml_gallocr_t),
     Split(ggml::ggml_backend_sched_t),
@@ -787,7 +821,7 @@ impl Graph {
         // SAFETY: backends, context and graph are alive and stay so with the returned value; the scheduler
         // copies the list of backends.
         let (allocator, allocated) = unsafe {
-            if backends.len() == 1 {
+            if backends.len() == 1 || suits_one(raw, first) {
                 let allocator = ggml::ggml_gallocr_new(first.buffer_type());
                 let done = ggml::ggml_gallocr_alloc_graph(allocator, raw);
                 (Allocator::Single(allocator), done)
@@ -810,6 +844,8 @@ impl Graph {
             backends: backends.to_vec(),
             raw,
             context,
+            staged: Vec::new(),
+            bytes: Vec::new(),
         };
         if !allocated {
             return Err(Error::Alloc {
@@ -822,6 +858,93 @@ impl Graph {
         Ok(graph)
     }
 
+    /// Sets an input of this graph when it is computed next. Devices with a queue then take all inputs and the
+    /// computation without waiting in between.
+    ///
+    /// # Errors
+    /// When the data does not fill the tensor, or the tensor has no memory.
+    pub fn stage<T: Element>(&mut self, tensor: &Tensor, data: &[T]) -> Result<(), Error> {
+        let bytes = tensor.staged_bytes(data)?;
+        self.bytes.extend_from_slice(bytes);
+        self.staged.push((tensor.clone(), self.bytes.len()));
+        Ok(())
+    }
+
+    /// As [`Graph::stage`], for types that have no Rust number.
+    ///
+    /// # Errors
+    /// See [`Graph::stage`].
+    pub fn stage_bytes(&mut self, tensor: &Tensor, bytes: &[u8]) -> Result<(), Error> {
+        tensor.check_whole(bytes.len())?;
+        self.bytes.extend_from_slice(bytes);
+        self.staged.push((tensor.clone(), self.bytes.len()));
+        Ok(())
+    }
+
+    /// Sends the staged inputs.
+    fn send_staged(&mut self) {
+        let mut start = 0;
+        for (tensor, end) in &self.staged {
+            let bytes = &self.bytes[start..*end];
+            start = *end;
+            // SAFETY: the size is the tensor's, which has writable memory, as was checked when it was staged; the
+            // bytes stay where they are until the computation that follows has ended. The caller holds the lock.
+            unsafe {
+                let (to, from) = (tensor.as_ptr(), bytes.as_ptr().cast());
+                match self.allocator {
+                    Allocator::Single(_) => ggml::ggml_backend_tensor_set_async(
+                        self.backends[0].raw(),
+                        to,
+                        from,
+                        0,
+                        bytes.len(),
+                    ),
+                    Allocator::Split(_) => {
+                        ggml::ggml_backend_tensor_set(to, from, 0, bytes.len());
+                    }
+                }
+            }
+        }
+    }
+
+    /// Appends all elements of each tensor, which must be outputs of this graph or states that it wrote.
+    ///
+    /// # Errors
+    /// When a tensor has another type, gaps, or no memory.
+    pub fn read<T: Element>(&self, tensors: &[Tensor], out: &mut Vec<T>) -> Result<(), Error> {
+        for tensor in tensors {
+            tensor.check_readable::<T>()?;
+        }
+        let first = out.len();
+        let n: usize = tensors.iter().map(Tensor::n_elements).sum();
+        out.resize(first + n, T::ZERO);
+        let _lock = exclusive();
+        let mut at = first;
+        for tensor in tensors {
+            let part = &mut out[at..at + tensor.n_elements()];
+            at += part.len();
+            // SAFETY: type and size were checked; the memory is waited for below, while `out` is borrowed.
+            unsafe {
+                let (to, bytes) = (part.as_mut_ptr().cast(), size_of_val(part));
+                match self.allocator {
+                    Allocator::Single(_) => ggml::ggml_backend_tensor_get_async(
+                        self.backends[0].raw(),
+                        tensor.as_ptr(),
+                        to,
+                        0,
+                        bytes,
+                    ),
+                    Allocator::Split(_) => {
+                        ggml::ggml_backend_tensor_get(tensor.as_ptr(), to, 0, bytes);
+                    }
+                }
+            }
+        }
+        // SAFETY: the backend is alive.
+        unsafe { ggml::ggml_backend_synchronize(self.backends[0].raw()) };
+        Ok(())
+    }
+
     /// Computes the graph with the inputs as they are now set.
     ///
     /// # Errors
@@ -829,6 +952,7 @@ impl Graph {
     pub fn compute(&mut self) -> Result<(), Error> {
         let _lock = exclusive();
         log::clear();
+        self.send_staged();
         // SAFETY: the graph is allocated, everything it reads is kept alive by its context, and the lock keeps
         // other computations and copies away.
         let status = unsafe {
@@ -841,6 +965,8 @@ impl Graph {
                 }
             }
         };
+        self.staged.clear();
+        self.bytes.clear();
         if status == ggml::GGML_STATUS_SUCCESS {
             return Ok(());
         }

@@ -10,6 +10,8 @@ use crate::{Backend, DType, Error, FileMap, exclusive, log};
 pub trait Element: Copy + private::Sealed {
     /// The tensor type that stores it.
     const DTYPE: DType;
+    /// Zero.
+    const ZERO: Self;
 }
 
 mod private {
@@ -21,12 +23,15 @@ mod private {
 
 impl Element for f32 {
     const DTYPE: DType = DType::F32;
+    const ZERO: Self = 0.0;
 }
 impl Element for i32 {
     const DTYPE: DType = DType::I32;
+    const ZERO: Self = 0;
 }
 impl Element for i64 {
     const DTYPE: DType = DType::I64;
+    const ZERO: Self = 0;
 }
 
 /// Memory of a device, or a map of a file that a device reads directly.
@@ -342,17 +347,7 @@ impl Tensor {
     /// When the range is not inside it, or it has no data.
     pub fn write_bytes(&self, offset: usize, data: &[u8]) -> Result<(), Error> {
         self.check_range("write", offset, data.len())?;
-        // SAFETY: check_range found a buffer on the tensor or on the source of its view.
-        let usage = unsafe {
-            let tensor = self.get();
-            let owner = if tensor.buffer.is_null() {
-                (*tensor.view_src).buffer
-            } else {
-                tensor.buffer
-            };
-            ggml::ggml_backend_buffer_get_usage(owner)
-        };
-        if usage == ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS {
+        if self.is_weight() {
             return Err(Error::Graph {
                 node: self.name(),
                 reason: "is a weight; weights may lie in a read-only map of their file".to_owned(),
@@ -398,6 +393,49 @@ impl Tensor {
             std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), std::mem::size_of_val(data))
         };
         self.write_bytes(0, bytes)
+    }
+
+    /// The bytes of `data`, which must fill the tensor.
+    pub(crate) fn staged_bytes<'d, T: Element>(&self, data: &'d [T]) -> Result<&'d [u8], Error> {
+        self.check_type::<T>()?;
+        self.check_whole(size_of_val(data))?;
+        // SAFETY: numbers of these types have no padding; the length is exact.
+        Ok(unsafe { std::slice::from_raw_parts(data.as_ptr().cast::<u8>(), size_of_val(data)) })
+    }
+
+    /// Checks that `bytes` fill the tensor, which has writable memory.
+    pub(crate) fn check_whole(&self, bytes: usize) -> Result<(), Error> {
+        self.check_range("write", 0, bytes)?;
+        if bytes == self.bytes() && !self.is_weight() {
+            return Ok(());
+        }
+        Err(Error::Graph {
+            node: self.name(),
+            reason: format!(
+                "cannot be set to {bytes} bytes, it is a weight or has {}",
+                self.bytes()
+            ),
+        })
+    }
+
+    /// Checks that the tensor can be read as numbers of that type.
+    pub(crate) fn check_readable<T: Element>(&self) -> Result<(), Error> {
+        self.check_type::<T>()?;
+        self.check_range("read", 0, self.bytes())
+    }
+
+    /// True where the data is marked as a weight. The tensor must have data.
+    fn is_weight(&self) -> bool {
+        // SAFETY: a tensor with data has a buffer of its own or on the source of its view.
+        unsafe {
+            let tensor = self.get();
+            let owner = if tensor.buffer.is_null() {
+                (*tensor.view_src).buffer
+            } else {
+                tensor.buffer
+            };
+            ggml::ggml_backend_buffer_get_usage(owner) == ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+        }
     }
 
     fn check_type<T: Element>(&self) -> Result<(), Error> {

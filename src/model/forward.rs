@@ -20,6 +20,9 @@ pub struct TrunkShape {
     pub n_kv: usize,
     /// Positions whose logits come out; none for the inner chunks of a prompt.
     pub n_outputs: usize,
+    /// Only the best token of each row comes out, and its logit: a device with memory of its own then need not send
+    /// whole rows.
+    pub best: bool,
     /// What the draft head does alongside.
     pub head: HeadPass,
     /// Newest tokens of the pass before that do not count: rejected drafts, whose states are passed over.
@@ -47,6 +50,8 @@ pub struct TrunkGraph {
     inputs: Inputs,
     out_rows: Option<Tensor>,
     logits: Option<Tensor>,
+    /// The best token of each row, `[n_outputs]` I32, and its logit.
+    best: Option<(Tensor, Tensor)>,
     head_logits: Option<Tensor>,
 }
 
@@ -133,13 +138,18 @@ impl TrunkGraph {
             head_logits = pass.head_alongside(mtp, head, model, &embd, &hidden, shape.head);
         }
 
+        let mut best = None;
         let logits = (shape.n_outputs > 0).then(|| {
             let rows = match &out_rows {
                 Some(ids) if shape.head != HeadPass::Off => ctx.get_rows(&hidden, ids),
                 _ => hidden,
             };
             let logits = pass.linear(&model.output, &rows).named("logits");
-            ctx.output(&logits); // [n_vocab, n_outputs]
+            if shape.best {
+                best = Some(pass.best(&logits));
+            } else {
+                ctx.output(&logits); // [n_vocab, n_outputs]
+            }
             logits
         });
         Ok(Self {
@@ -147,7 +157,8 @@ impl TrunkGraph {
             shape,
             inputs,
             out_rows,
-            logits,
+            logits: logits.filter(|_| !shape.best),
+            best,
             head_logits,
         })
     }
@@ -168,11 +179,11 @@ impl TrunkGraph {
     /// # Errors
     /// When the device fails.
     pub fn compute(&mut self, tokens: &[u32], n_past: usize) -> Result<()> {
-        self.inputs.set(tokens, n_past)?;
+        self.inputs.set(&mut self.graph, tokens, n_past)?;
         if let Some(rows) = &self.out_rows {
             let end = tokens.len() as i32;
             let first = end - self.shape.n_outputs as i32;
-            rows.write(&(first..end).collect::<Vec<_>>())?;
+            self.graph.stage(rows, &(first..end).collect::<Vec<_>>())?;
         }
         self.graph.compute()?;
         Ok(())
@@ -183,7 +194,26 @@ impl TrunkGraph {
     /// # Errors
     /// When the device cannot be read.
     pub fn read_logits(&self, out: &mut Vec<f32>) -> Result<()> {
-        self.logits.as_ref().map_or(Ok(()), |t| append(t, out))
+        self.append(&self.logits, out)
+    }
+
+    fn append(&self, tensor: &Option<Tensor>, out: &mut Vec<f32>) -> Result<()> {
+        Ok(self.graph.read(tensor.as_slice(), out)?)
+    }
+
+    /// Appends the best token of each row and its logit, where the pass was made for that.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_best(&self, out: &mut Vec<(u32, f32)>) -> Result<()> {
+        let Some((ids, logits)) = &self.best else {
+            return Ok(());
+        };
+        let (mut tokens, mut values) = (Vec::<i32>::new(), Vec::<f32>::new());
+        self.graph.read(std::slice::from_ref(ids), &mut tokens)?;
+        self.graph.read(std::slice::from_ref(logits), &mut values)?;
+        out.extend(tokens.into_iter().map(|t| t as u32).zip(values));
+        Ok(())
     }
 
     /// Appends the draft head's logits, a row of `n_vocab` for each token of the pass: the guess for the token
@@ -192,7 +222,7 @@ impl TrunkGraph {
     /// # Errors
     /// When the device cannot be read.
     pub fn read_head_logits(&self, out: &mut Vec<f32>) -> Result<()> {
-        self.head_logits.as_ref().map_or(Ok(()), |t| append(t, out))
+        self.append(&self.head_logits, out)
     }
 }
 
@@ -359,19 +389,15 @@ impl DraftGraph {
     pub fn compute(&mut self, token: u32, n_past: usize, noise: &[f32]) -> Result<Vec<u32>> {
         for (step, input) in self.inputs.iter_mut().enumerate() {
             // Later steps take their token from the graph and ignore this one.
-            input.set(&[token], n_past + step)?;
+            input.set(&mut self.graph, &[token], n_past + step)?;
         }
         for ([.., to], row) in self.sampled.iter().zip(noise.chunks(self.n_best())) {
-            to.write(row)?;
+            self.graph.stage(to, row)?;
         }
         self.graph.compute()?;
-        let mut drafted = Vec::with_capacity(self.tokens.len());
-        for tensor in &self.tokens {
-            let mut id = [0i32];
-            tensor.read(0, &mut id)?;
-            drafted.push(id[0] as u32);
-        }
-        Ok(drafted)
+        let mut drafted: Vec<i32> = Vec::with_capacity(self.tokens.len());
+        self.graph.read(&self.tokens, &mut drafted)?;
+        Ok(drafted.into_iter().map(|id| id as u32).collect())
     }
 
     fn n_best(&self) -> usize {
@@ -386,7 +412,7 @@ impl DraftGraph {
     /// # Errors
     /// When the device cannot be read.
     pub fn read_kept(&self, out: &mut Vec<f32>) -> Result<()> {
-        self.kept.iter().try_for_each(|t| append(t, out))
+        Ok(self.graph.read(&self.kept, out)?)
     }
 
     /// The tokens that each step of a sampling chain chose from, with their logits, in one order for all steps:
@@ -395,19 +421,20 @@ impl DraftGraph {
     /// # Errors
     /// When the device cannot be read.
     pub fn read_best(&self) -> Result<Vec<(u32, f32)>> {
-        let mut best = Vec::with_capacity(self.sampled.len() * self.n_best());
-        for [places, logits, _] in &self.sampled {
-            let mut ids = vec![0i32; self.n_best()];
-            places.read(0, &mut ids)?;
-            let mut values = vec![0f32; self.n_best()];
-            logits.read(0, &mut values)?;
-            let ids = ids.into_iter().map(|place| match self.shape.vocab {
-                Some(vocab) => vocab.id(place),
-                None => place,
-            });
-            best.extend(ids.map(|id| id as u32).zip(values));
-        }
-        Ok(best)
+        let (mut places, mut logits) = (Vec::<i32>::new(), Vec::<f32>::new());
+        let tensors = |i: usize| {
+            self.sampled
+                .iter()
+                .map(|s| s[i].clone())
+                .collect::<Vec<_>>()
+        };
+        self.graph.read(&tensors(0), &mut places)?;
+        self.graph.read(&tensors(1), &mut logits)?;
+        let ids = places.into_iter().map(|place| match self.shape.vocab {
+            Some(vocab) => vocab.id(place),
+            None => place,
+        });
+        Ok(ids.map(|id| id as u32).zip(logits).collect())
     }
 }
 
@@ -431,13 +458,6 @@ impl DraftVocab {
     }
 }
 
-fn append(tensor: &Tensor, out: &mut Vec<f32>) -> Result<()> {
-    let start = out.len();
-    out.resize(start + tensor.n_elements(), 0.0);
-    tensor.read(0, &mut out[start..])?;
-    Ok(())
-}
-
 /// Tensors of the largest graph: a layer takes at most 60, and each expert of a token three more.
 fn node_capacity(config: &Config, depth: usize) -> usize {
     let per_layer = 80 + 3 * config.moe.map_or(0, |m| m.n_expert_used as usize);
@@ -459,13 +479,13 @@ impl Inputs {
     }
 
     /// Sets what is allocated: a graph that does not use an input gives it no memory.
-    fn set(&mut self, tokens: &[u32], n_past: usize) -> Result<()> {
+    fn set(&mut self, graph: &mut Graph, tokens: &[u32], n_past: usize) -> Result<()> {
         let n = tokens.len();
         let scratch = &mut self.scratch;
         if self.tokens.is_allocated() {
             scratch.ids.clear();
             scratch.ids.extend(tokens.iter().map(|&t| t as i32));
-            self.tokens.write(&scratch.ids)?;
+            graph.stage(&self.tokens, &scratch.ids)?;
         }
         if self.positions.is_allocated() {
             // Text moves along time, height and width alike; the fourth row is unused.
@@ -475,18 +495,18 @@ impl Inputs {
                 .ids
                 .extend(time.clone().chain(time.clone()).chain(time));
             scratch.ids.resize(4 * n, 0);
-            self.positions.write(&scratch.ids)?;
+            graph.stage(&self.positions, &scratch.ids)?;
         }
         if self.cells.is_allocated() {
             scratch.cells.clear();
             scratch.cells.extend(n_past as i64..(n_past + n) as i64);
-            self.cells.write(&scratch.cells)?;
+            graph.stage(&self.cells, &scratch.cells)?;
         }
         if self.mask.is_allocated() {
-            write_mask(&self.mask, n, n_past, 0, &mut scratch.mask)?;
+            stage_mask(graph, &self.mask, n, n_past, 0, &mut scratch.mask)?;
         }
         if let Some(mask) = &self.head_mask {
-            write_mask(mask, n, n_past, 1, &mut scratch.mask)?;
+            stage_mask(graph, mask, n, n_past, 1, &mut scratch.mask)?;
         }
         Ok(())
     }
@@ -494,7 +514,8 @@ impl Inputs {
 
 /// Lets the token in row `i` of `n` see the cells `first..=n_past + i`, and further rows what the last one sees. Row 0 of an empty context would see nothing when
 /// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
-fn write_mask(
+fn stage_mask(
+    graph: &mut Graph,
     mask: &Tensor,
     n: usize,
     n_past: usize,
@@ -515,8 +536,7 @@ fn write_mask(
         };
         bytes.extend((0..n_kv).flat_map(|i| u16::to_le_bytes(cell(i))));
     }
-    mask.write_bytes(0, bytes)?;
-    Ok(())
+    Ok(graph.stage_bytes(mask, bytes)?)
 }
 
 /// One pass being described: everything the blocks share.
@@ -536,6 +556,20 @@ impl Pass<'_> {
     /// Every product with a weight matrix: `[n_in, n_out]` and `[n_in, n]` give `[n_out, n]`.
     fn linear(&self, w: &Tensor, x: &Tensor) -> Tensor {
         self.ctx.mul_mat(w, x)
+    }
+
+    /// The place of the largest value of each row, `[m]` I32, and that value, `[1, 1, m]`; both are outputs.
+    fn best(&self, rows: &Tensor) -> (Tensor, Tensor) {
+        let ctx = self.ctx;
+        let (n, m) = (rows.ne(0), rows.ne(1));
+        let places = ctx.argmax(rows).named("best");
+        let values = ctx.get_rows(
+            &ctx.reshape(rows, &[1, n, m]),
+            &ctx.reshape(&places, &[1, m]),
+        );
+        ctx.output(&places);
+        ctx.output(&values);
+        (places, values)
     }
 
     /// RMS norm of each row times `weight`, which holds `1 + w` as stored in GGUF.
