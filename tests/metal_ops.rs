@@ -215,8 +215,8 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
                 DraftKeeps::Best(8),
             ];
             let small = DraftVocab {
-                n_first: 64,
-                last_from: config.n_vocab - 16,
+                n_first: config.n_vocab / 2,
+                last_from: config.n_vocab / 4 * 3,
             };
             let shape = DraftShape {
                 depth,
