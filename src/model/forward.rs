@@ -5,7 +5,7 @@
 //! operations that Metal supports are used (a test walks every node).
 
 use anyhow::{Context as _, Result};
-use ggml_metal::{Backend, Context, DType, Graph, Tensor};
+use ggml_metal::{Backend, Context, DType, DeviceKind, Graph, Tensor};
 
 use super::config::{Config, LayerConfig};
 use super::weights::{Attention, DeltaNet, Ffn, GateUp, Layer, Mixer, Model, Moe, Mtp, Qkv};
@@ -110,6 +110,7 @@ impl TrunkGraph {
             inputs: &inputs,
             n_tokens: shape.n_tokens as i64,
             n_kv: shape.n_kv as i64,
+            joins: shape.n_tokens > 1 || backends[0].device().kind() == DeviceKind::Cpu,
             n_slots: state.n_slots(),
             back: shape.back,
         };
@@ -311,6 +312,7 @@ impl DraftGraph {
                 inputs: input,
                 n_tokens: 1,
                 n_kv: shape.n_kv as i64,
+                joins: backends[0].device().kind() == DeviceKind::Cpu,
                 n_slots: state.n_slots(),
                 back: shape.back,
             };
@@ -546,6 +548,9 @@ struct Pass<'a> {
     inputs: &'a Inputs,
     n_tokens: i64,
     n_kv: i64,
+    /// Whether matrices that follow each other in memory are multiplied as one. For a single token CUDA has an
+    /// operation of its own for two products and their SwiGLU.
+    joins: bool,
     /// States that the recurrent layers keep.
     n_slots: usize,
     /// The slot that the pass begins from.
@@ -831,9 +836,10 @@ impl Pass<'_> {
         };
         let (q, k, v) = (half(0), half(n_k), heads(2 * n_k, n_v));
 
-        let beta = ctx.sigmoid(&self.linear(&w.beta, x));
-        let beta = ctx.reshape(&beta, &[1, n_v, n, N_SEQS]);
-        let alpha = ctx.add(&self.linear(&w.alpha, x), &w.dt_bias);
+        // Files store alpha before beta.
+        let [alpha, beta] = self.linear_pair(&w.alpha, &w.beta, x);
+        let beta = ctx.reshape(&ctx.sigmoid(&beta), &[1, n_v, n, N_SEQS]);
+        let alpha = ctx.add(&alpha, &w.dt_bias);
         let g = ctx.mul(&ctx.softplus(&alpha), &w.a); // log of the decay
         let g = ctx.reshape(&g, &[1, n_v, n, N_SEQS]);
 
@@ -880,8 +886,25 @@ impl Pass<'_> {
 
     /// `down(silu(gate(x)) * up(x))`
     fn swiglu(&self, gate: &Tensor, up: &Tensor, down: &Tensor, x: &Tensor) -> Tensor {
-        let hidden = self.ctx.swiglu(&self.linear(gate, x), &self.linear(up, x));
-        self.linear(down, &hidden)
+        let [gate, up] = self.linear_pair(gate, up, x);
+        self.linear(down, &self.ctx.swiglu(&gate, &up))
+    }
+
+    /// Products of the same `x` with two matrices: one operation where their rows follow each other in memory.
+    fn linear_pair(&self, a: &Tensor, b: &Tensor, x: &Tensor) -> [Tensor; 2] {
+        let ctx = self.ctx;
+        let both = if self.joins {
+            ctx.joined_rows(a, b)
+        } else {
+            None
+        };
+        let Some(both) = both else {
+            return [self.linear(a, x), self.linear(b, x)];
+        };
+        let y = self.linear(&both, x);
+        let part =
+            |first: i64, n: i64| ctx.view(&y, &[n, x.ne(1)], &[y.nb(1)], first as usize * y.nb(0));
+        [part(0, a.ne(1)), part(a.ne(1), b.ne(1))]
     }
 
     /// The experts that the router picks, weighted, and the shared one: `[n_embd, n]` in and out.
