@@ -428,14 +428,12 @@ fn byte_of_char() -> [Option<u8>; 512] {
 }
 
 fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
-    let mut longest = 0;
     let mut ids = bpe::Vocab::with_capacity(tokens.len());
     for (id, text) in (0u32..).zip(tokens) {
         // Nothing can match an empty token, and some files hold several.
         if text.is_empty() {
             continue;
         }
-        longest = longest.max(text.len());
         match ids.entry(text) {
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(id),
             std::collections::hash_map::Entry::Occupied(entry) => bail!(
@@ -452,28 +450,25 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
             "`tokenizer.ggml.tokens` has no token for the byte 0x{byte:02x} (`{c}`)"
         );
     }
-    let merges = merges
-        .into_iter()
-        .enumerate()
-        .map(|(rank, mut left)| {
-            let halves = left.find(' ').filter(|&at| at > 0 && at + 1 < left.len());
-            let at = halves.with_context(|| {
-                format!("merge {rank} of `tokenizer.ggml.merges` is `{}`, expected two tokens", left.escape_debug())
-            })?;
-            let right = left.split_off(at + 1);
-            left.truncate(at);
-            // The builder writes both halves into a buffer as long as the longest token.
-            ensure!(
-                left.len() + right.len() <= longest,
-                "merge {rank} of `tokenizer.ggml.merges` gives `{}{}`, which is not in the vocabulary",
-                left.escape_debug(),
-                right.escape_debug()
-            );
-            Ok((left, right))
-        })
-        .collect::<Result<Vec<_>>>()?;
+    let mut kept = Vec::with_capacity(merges.len());
+    for (rank, mut left) in merges.into_iter().enumerate() {
+        let halves = left.find(' ').filter(|&at| at > 0 && at + 1 < left.len());
+        let at = halves.with_context(|| {
+            format!(
+                "merge {rank} of `tokenizer.ggml.merges` is `{}`, expected two tokens",
+                left.escape_debug()
+            )
+        })?;
+        let right = left.split_off(at + 1);
+        left.truncate(at);
+        // A merge that gives no token can never be made, as in llama.cpp.
+        let known = |text: &str| ids.contains_key(text);
+        if known(&left) && known(&right) && known(&format!("{left}{right}")) {
+            kept.push((left, right));
+        }
+    }
     BPE::builder()
-        .vocab_and_merges(ids, merges)
+        .vocab_and_merges(ids, kept)
         .build()
         .map_err(|error| anyhow!("`tokenizer.ggml.merges` does not fit the vocabulary: {error}"))
 }
