@@ -6,6 +6,7 @@
 //! Invariant: a built tokenizer can encode every string, because all 256 byte tokens were found.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use ggml_metal::one_line;
 use tokenizers::models::bpe::{self, BPE};
 use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -122,7 +123,7 @@ impl Tokenizer {
         ensure!(
             vocab.model == "gpt2",
             "`tokenizer.ggml.model` is `{}`, expected `gpt2` (byte-level BPE)",
-            vocab.model.escape_debug()
+            one_line(&vocab.model)
         );
         let split = pre_tokenizer(&vocab.pre)?;
         let n_vocab = vocab.tokens.len();
@@ -328,7 +329,7 @@ fn pre_tokenizer(name: &str) -> Result<Split> {
             .join(", ");
         bail!(
             "`tokenizer.ggml.pre` is `{}`, expected one of {known}",
-            name.escape_debug()
+            one_line(name)
         );
     };
     Split::new(
@@ -430,7 +431,7 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(id),
             std::collections::hash_map::Entry::Occupied(entry) => bail!(
                 "`tokenizer.ggml.tokens` has `{}` twice, as token {} and token {id}",
-                entry.key().escape_debug(),
+                one_line(entry.key()),
                 entry.get()
             ),
         };
@@ -448,7 +449,7 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
         .map(|(rank, mut left)| {
             let halves = left.find(' ').filter(|&at| at > 0 && at + 1 < left.len());
             let at = halves.with_context(|| {
-                format!("merge {rank} of `tokenizer.ggml.merges` is `{}`, expected two tokens", left.escape_debug())
+                format!("merge {rank} of `tokenizer.ggml.merges` is `{}`, expected two tokens", one_line(&left))
             })?;
             let right = left.split_off(at + 1);
             left.truncate(at);
@@ -456,8 +457,8 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
             ensure!(
                 left.len() + right.len() <= longest,
                 "merge {rank} of `tokenizer.ggml.merges` gives `{}{}`, which is not in the vocabulary",
-                left.escape_debug(),
-                right.escape_debug()
+                one_line(&left),
+                one_line(&right)
             );
             Ok((left, right))
         })
@@ -465,7 +466,11 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
     BPE::builder()
         .vocab_and_merges(ids, merges)
         .build()
-        .map_err(|error| anyhow!("`tokenizer.ggml.merges` does not fit the vocabulary: {error}"))
+        .map_err(|error| {
+            // It quotes the file as it is.
+            let error = one_line(&error.to_string());
+            anyhow!("`tokenizer.ggml.merges` does not fit the vocabulary: {error}")
+        })
 }
 
 fn added_token(text: &str, special: bool) -> AddedToken {
