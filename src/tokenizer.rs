@@ -6,6 +6,7 @@
 //! Invariant: a built tokenizer can encode every string, because all 256 byte tokens were found.
 
 use anyhow::{Context, Result, anyhow, bail, ensure};
+use ggml_metal::one_line;
 use tokenizers::models::bpe::{self, BPE};
 use tokenizers::normalizers::NFC;
 use tokenizers::pre_tokenizers::byte_level::ByteLevel;
@@ -122,7 +123,7 @@ impl Tokenizer {
         ensure!(
             vocab.model == "gpt2",
             "`tokenizer.ggml.model` is `{}`, expected `gpt2` (byte-level BPE)",
-            vocab.model.escape_debug()
+            one_line(&vocab.model)
         );
         let split = pre_tokenizer(&vocab.pre)?;
         let n_vocab = vocab.tokens.len();
@@ -338,7 +339,7 @@ fn pre_tokenizer(name: &str) -> Result<Split> {
             .join(", ");
         bail!(
             "`tokenizer.ggml.pre` is `{}`, expected one of {known}",
-            name.escape_debug()
+            one_line(name)
         );
     };
     Split::new(
@@ -438,7 +439,7 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
             std::collections::hash_map::Entry::Vacant(entry) => entry.insert(id),
             std::collections::hash_map::Entry::Occupied(entry) => bail!(
                 "`tokenizer.ggml.tokens` has `{}` twice, as token {} and token {id}",
-                entry.key().escape_debug(),
+                one_line(entry.key()),
                 entry.get()
             ),
         };
@@ -456,7 +457,7 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
         let at = halves.with_context(|| {
             format!(
                 "merge {rank} of `tokenizer.ggml.merges` is `{}`, expected two tokens",
-                left.escape_debug()
+                one_line(&left)
             )
         })?;
         let right = left.split_off(at + 1);
@@ -470,7 +471,11 @@ fn build_bpe(tokens: Vec<String>, merges: Vec<String>) -> Result<BPE> {
     BPE::builder()
         .vocab_and_merges(ids, kept)
         .build()
-        .map_err(|error| anyhow!("`tokenizer.ggml.merges` does not fit the vocabulary: {error}"))
+        .map_err(|error| {
+            // It quotes the file as it is.
+            let error = one_line(&error.to_string());
+            anyhow!("`tokenizer.ggml.merges` does not fit the vocabulary: {error}")
+        })
 }
 
 fn added_token(text: &str, special: bool) -> AddedToken {
