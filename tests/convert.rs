@@ -913,6 +913,46 @@ fn mixtures_are_those_of_the_quantizer() {
 }
 
 #[test]
+fn the_embedded_demo_is_rebuilt_from_its_checkpoint() {
+    let Some(case) = Case::new("demo", FileType::F16) else {
+        return;
+    };
+    let options = convert::quantize::Options {
+        file_type: FileType::Q4_K_M,
+        overrides: Default::default(),
+        imatrix: None,
+        allow_requantize: false,
+        n_threads: 2,
+    };
+    let parts = [Gguf::open(&case.plain).unwrap()];
+    let plan = convert::quantize::Plan::new(&parts, &options).unwrap();
+    let rebuilt = case.folder.path().join("rebuilt.gguf");
+    plan.write(&rebuilt, &mut |_, _| true).unwrap();
+    assert!(contents(&rebuilt) == contents(&demo()));
+    let sorted = |path: &Path| {
+        let mut all = metadata(path);
+        all.sort_by(|a, b| a.0.cmp(&b.0));
+        all
+    };
+    assert_eq!(sorted(&rebuilt), sorted(&demo()));
+    println!(
+        "whole file equal: {}",
+        std::fs::read(&rebuilt).unwrap() == std::fs::read(demo()).unwrap()
+    );
+    let dir = shared("models/demo").unwrap();
+    let (direct, _) = case.converted(&dir, FileType::Q4_K_M);
+    let (direct, embedded) = (contents(&direct), contents(&demo()));
+    let differing = direct
+        .iter()
+        .filter(|(name, tensor)| embedded[*name] != **tensor)
+        .count();
+    println!(
+        "straight from BF16: {differing} tensors of {} differ",
+        direct.len()
+    );
+}
+
+#[test]
 fn an_interrupted_conversion_leaves_nothing() {
     let Some(dir) = shared("models/demo") else {
         return;
@@ -1058,7 +1098,7 @@ fn bad_files_get_one_clear_line() {
     });
     bad(&dir, &["embed_tokens", "config.json"]);
     let dir = changed(&|m| m.config["text_config"]["num_attention_heads"] = json!(4));
-    bad(&dir, &["q_proj", "config.json"]);
+    bad(&dir, &["o_proj", "config.json"]);
     let dir = changed(&|m| m.config["text_config"]["num_hidden_layers"] = json!(5));
     bad(&dir, &["is missing"]);
     let dir = changed(&|m| m.config["text_config"]["layer_types"] = json!(["full_attention"]));
@@ -1113,39 +1153,40 @@ fn places_that_cannot_be_written_get_one_clear_line() {
         return;
     };
     let folder = tempfile::tempdir().unwrap();
-    let refused = |output: &Path, expected: &str| {
+    // The last line; the lines before it say what was found.
+    let error = |output: &Path| {
         let result = qrun(&[dir.as_os_str(), "-o".as_ref(), output.as_os_str()]);
         let stderr = String::from_utf8(result.stderr).unwrap();
         assert_eq!(result.status.code(), Some(1), "{stderr}");
-        let last = stderr.lines().last().unwrap();
-        assert!(
-            last.starts_with("error: ") && last.contains(expected),
-            "{stderr}"
-        );
+        let last = stderr.lines().last().unwrap().to_owned();
+        assert!(last.starts_with("error: "), "{stderr}");
         println!("{last}");
+        last
+    };
+    let refused = |output: &Path, expected: &str| {
+        let line = error(output);
+        assert!(line.contains(expected), "{line}");
     };
     refused(folder.path(), "is a directory");
     refused(&folder.path().join("none/out.gguf"), "does not exist");
     refused(Path::new("/proc/out.gguf"), "out.gguf");
-    // A disk of two megabytes: only root may make one.
+    // A disk of two megabytes, and one that is read-only: only root may make them.
     let small = folder.path().join("small");
     std::fs::create_dir(&small).unwrap();
-    let mount = Command::new("mount")
-        .args(["-t", "tmpfs", "-o", "size=2m", "tmpfs"])
-        .arg(&small)
-        .output();
-    if mount.is_ok_and(|m| m.status.success()) {
-        refused(&small.join("out.gguf"), "are free");
-        assert_eq!(std::fs::read_dir(&small).unwrap().count(), 0);
-        assert!(
-            Command::new("mount")
-                .args(["-o", "remount,ro"])
-                .arg(&small)
-                .status()
-                .unwrap()
-                .success()
-        );
-        refused(&small.join("out.gguf"), "cannot be written");
+    for (size, expected) in [
+        ("size=2m", "are free"),
+        ("size=64m,ro", "cannot be written"),
+    ] {
+        let mount = Command::new("mount")
+            .args(["-t", "tmpfs", "-o", size, "tmpfs"])
+            .arg(&small)
+            .output();
+        if !mount.is_ok_and(|m| m.status.success()) {
+            println!("SKIPPED: no small disk can be mounted here");
+            break;
+        }
+        let line = error(&small.join("out.gguf"));
+        let left = std::fs::read_dir(&small).unwrap().count();
         assert!(
             Command::new("umount")
                 .arg(&small)
@@ -1153,8 +1194,8 @@ fn places_that_cannot_be_written_get_one_clear_line() {
                 .unwrap()
                 .success()
         );
-    } else {
-        println!("SKIPPED: no small disk can be mounted here");
+        assert!(line.contains(expected), "{line}");
+        assert_eq!(left, 0);
     }
     // Nor over its own input.
     let copy = Model::read(&dir).write(folder.path());

@@ -248,25 +248,26 @@ impl Work<'_> {
                 std::io::Result::Ok(())
             });
             // A send fails where the writer failed, which is the error to report.
+            let put = |buffer| full.send(buffer).is_ok();
             let made = range
                 .into_iter()
-                .try_for_each(|i| self.tensor(i, &spare, &|buffer| full.send(buffer).is_ok()));
+                .try_fold(true, |going, i| Ok(going && self.tensor(i, &spare, &put)?));
             drop(full);
             match writer.join() {
                 Ok(result) => result.with_context(|| format!("writing {}", path.display()))?,
                 Err(panic) => std::panic::resume_unwind(panic),
             }
-            made
+            made.map(|_: bool| ())
         })
     }
 
-    /// Makes the data of one tensor and hands it to `put`, which returns false once it takes no more.
+    /// Makes the data of one tensor and hands it to `put`, which returns false once it takes no more; so does this.
     fn tensor(
         &mut self,
         i: usize,
         spare: &mpsc::Receiver<Vec<u8>>,
         put: &dyn Fn(Vec<u8>) -> bool,
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let (output, dtype) = (&self.plan.outputs[i], self.plan.types[i]);
         let checkpoint = &self.plan.checkpoint;
         let rows = Rows::new(output, dtype, checkpoint)?;
@@ -280,19 +281,19 @@ impl Work<'_> {
                 .with_context(|| rows.place(checkpoint))?;
             self.done += buffer.len() as u64;
             if !put(buffer) {
-                return Ok(());
+                return Ok(false);
             }
             if !(self.progress)(self.done, self.total) {
                 return Err(Interrupted.into());
             }
         }
         let size = bytes(output, dtype);
-        put(vec![0; padded(size) - size]);
+        let going = put(vec![0; padded(size) - size]);
         for input in &output.inputs {
             let tensor = &checkpoint.tensors[input.tensor];
             checkpoint.files[tensor.file].release(tensor.range.clone());
         }
-        Ok(())
+        Ok(going)
     }
 }
 
@@ -546,7 +547,7 @@ fn storage_note(config: &HfConfig, checkpoint: &Checkpoint) -> Option<String> {
             "MLX checkpoint: {} tensors are packed groups, which lost precision when they were made; they are unpacked",
             n(Dtype::U32)
         ),
-        Quantization::Fp8 => format!(
+        Quantization::Fp8 { .. } => format!(
             "fp8 checkpoint: {} tensors are eight-bit floats with scales; they are multiplied out",
             n(Dtype::F8E4M3) + n(Dtype::F8E5M2)
         ),

@@ -108,7 +108,10 @@ pub enum Quantization {
     /// Not at all.
     None,
     /// Eight-bit floats with scales.
-    Fp8,
+    Fp8 {
+        /// Rows and columns that share one.
+        block: [usize; 2],
+    },
     /// MLX's packed groups, with scales and biases.
     Mlx,
 }
@@ -429,7 +432,19 @@ impl Keys<'_> {
         let method = config["quant_method"].as_str().unwrap_or("unknown");
         let format = config["format"].as_str().unwrap_or("");
         if method == "fp8" || (method == "compressed-tensors" && format == "float-quantized") {
-            return Ok(Quantization::Fp8);
+            let mut block = [128; 2];
+            for (size, value) in block
+                .iter_mut()
+                .zip(config["weight_block_size"].as_array().into_iter().flatten())
+            {
+                *size = value
+                    .as_u64()
+                    .filter(|n| (1..=MAX_WIDTH).contains(n))
+                    .ok_or_else(|| {
+                        self.refuse("weight_block_size", "is not a list of sizes".to_owned())
+                    })? as usize;
+            }
+            return Ok(Quantization::Fp8 { block });
         }
         bail!(self.refuse(
             "quantization_config",

@@ -15,7 +15,7 @@ use anyhow::{Result, bail, ensure};
 use ggml_metal::one_line;
 
 use crate::checkpoint::{Checkpoint, Dtype, StTensor};
-use crate::hf_config::{HfConfig, Linear};
+use crate::hf_config::{HfConfig, Linear, Quantization};
 use crate::rows::{Encoding, Source, floats, fp8_codes};
 
 /// What happens to a tensor's values.
@@ -52,6 +52,8 @@ pub struct Input {
     n_cols: usize,
     /// Rows of one of its stacked matrices.
     stacked_rows: usize,
+    /// Rows and columns that share a factor, in eight-bit floats.
+    block: [usize; 2],
 }
 
 /// A tensor of the GGUF file.
@@ -800,6 +802,10 @@ impl Use {
                 [_, rows, _] if self.pick != Pick::Convolution => *rows,
                 _ => n_rows,
             },
+            block: match config.quantization {
+                Quantization::Fp8 { block } => block,
+                _ => [128; 2],
+            },
         };
         let scales = parts.scales.map(|i| &checkpoint.tensors[i]);
         match tensor.dtype {
@@ -926,26 +932,49 @@ struct Blocks {
 }
 
 impl Blocks {
-    /// From the shapes: one factor for all, one a row, or one a block of 128 by 128.
+    /// From the shapes: one factor for each block, for each row, or for all.
     fn of(scales: &StTensor, input: &Input) -> Result<Self> {
         let n_matrices = input.n_rows / input.stacked_rows;
         let (rows, cols) = (input.stacked_rows, input.n_cols);
-        let n = scales.n_elements();
+        let [.., down, across] = scales.shape.as_slice() else {
+            // A list: one a row, or one for all.
+            let n = scales.n_elements();
+            let size = match n {
+                1 => [input.n_rows, cols],
+                _ => [1, cols],
+            };
+            ensure!(n == 1 || n == input.n_rows, Self::unfit(scales, input));
+            return Ok(Self {
+                size,
+                n_across: 1,
+                // With none below one another, all of the stack use the first.
+                n_down: if n == 1 { 0 } else { rows },
+            });
+        };
         let fits = |block: [usize; 2]| {
             let (n_down, n_across) = (rows.div_ceil(block[0]), cols.div_ceil(block[1]));
-            (n == n_matrices * n_down * n_across).then_some(Self {
+            let all = n_matrices * n_down * n_across;
+            ((*down, *across) == (n_down, n_across) && scales.n_elements() == all).then_some(Self {
                 size: block,
                 n_across,
                 n_down,
             })
         };
-        let tried = [[128, 128], [rows, cols], [1, cols]];
-        tried.into_iter().find_map(fits).ok_or_else(|| {
-            anyhow::anyhow!(
-                "of {n_matrices} x {rows} x {cols} has factors of shape {:?}; expected one for each block of 128 by 128",
-                scales.shape
-            )
-        })
+        [input.block, [rows, cols], [1, cols]]
+            .into_iter()
+            .find_map(fits)
+            .ok_or_else(|| Self::unfit(scales, input))
+    }
+
+    fn unfit(scales: &StTensor, input: &Input) -> anyhow::Error {
+        anyhow::anyhow!(
+            "of {} rows of {} has factors of shape {:?}; expected one for each block of {} by {}",
+            input.n_rows,
+            input.n_cols,
+            scales.shape,
+            input.block[0],
+            input.block[1]
+        )
     }
 }
 
