@@ -43,6 +43,8 @@ pub struct Cli {
 /// Everything besides answering a prompt.
 #[derive(Subcommand, Debug)]
 pub enum Command {
+    /// Turns a Hugging Face checkpoint into a GGUF file, draft head included.
+    Convert(ConvertArgs),
     /// Shows what is in a GGUF file: metadata, tensors, draft head, memory.
     Inspect(InspectArgs),
     /// Turns text into token ids.
@@ -405,6 +407,72 @@ fn parse_bias(text: &str) -> Result<(u32, f32), String> {
     let id = text[..at].parse().map_err(|_| wrong())?;
     let amount: f32 = text[at..].parse().map_err(|_| wrong())?;
     Ok((id, amount))
+}
+
+/// Arguments of `convert`.
+#[derive(Args, Debug)]
+pub struct ConvertArgs {
+    /// The checkpoint's folder, or a safetensors file in it
+    #[arg(value_name = "DIR|FILE")]
+    pub input: PathBuf,
+
+    /// The GGUF file to write
+    #[arg(
+        short,
+        long,
+        value_name = "FILE",
+        visible_alias = "outfile",
+        required_unless_present = "dry_run"
+    )]
+    pub output: Option<PathBuf>,
+
+    /// Type of the tensors: f32, f16, bf16, q8_0, q6_k, q5_k_m, q4_k_m, ... [default: the checkpoint's own]
+    #[arg(long = "type", value_name = "TYPE", visible_alias = "outtype")]
+    pub file_type: Option<String>,
+
+    /// Write only the draft head, for --mtp
+    #[arg(long, conflicts_with_all = ["no_mtp", "verify"])]
+    pub mtp_only: bool,
+
+    /// Leave the draft head out
+    #[arg(long)]
+    pub no_mtp: bool,
+
+    /// Write several files, none with more bytes of tensors than this: 4G, 500M or a number
+    #[arg(long, value_name = "N", value_parser = parse_size)]
+    pub split_max_size: Option<u64>,
+
+    /// Print what would be written, and write nothing
+    #[arg(long)]
+    pub dry_run: bool,
+
+    /// Read a text with the result, and fail if its draft head gets nothing right
+    #[arg(long, conflicts_with = "dry_run")]
+    pub verify: bool,
+
+    /// Device of --verify
+    #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
+    pub device: Option<String>,
+
+    /// CPU threads of --verify [default: performance cores]
+    #[arg(short, long, value_name = "N", env = "QRUN_THREADS", value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub threads: Option<u16>,
+}
+
+/// Bytes, with llama.cpp's decimal units.
+fn parse_size(text: &str) -> Result<u64, String> {
+    let (digits, unit) = match text.as_bytes().last() {
+        Some(b'K' | b'k') => (&text[..text.len() - 1], 1_000),
+        Some(b'M' | b'm') => (&text[..text.len() - 1], 1_000_000),
+        Some(b'G' | b'g') => (&text[..text.len() - 1], 1_000_000_000),
+        _ => (text, 1),
+    };
+    digits
+        .parse::<u64>()
+        .ok()
+        .and_then(|n| n.checked_mul(unit))
+        .filter(|&n| n > 0)
+        .ok_or_else(|| "expected a number of bytes, such as 4G or 500M".to_owned())
 }
 
 /// Arguments of `inspect`.

@@ -33,6 +33,7 @@ fn main() -> ExitCode {
     }
     let result = match &cli.command {
         None => cmd::run::run(&cli.run),
+        Some(Command::Convert(args)) => cmd::convert::run(args),
         Some(Command::Inspect(args)) => cmd::inspect::run(args),
         Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),
         Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),

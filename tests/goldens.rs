@@ -160,3 +160,30 @@ fn tiny_models_greedy_text_equals_transformers() {
         assert!(greedy_equals(&model, &goldens, 2e-3) > 100);
     }
 }
+
+/// The demo model as qrun's own converter writes it in F32.
+#[test]
+fn the_converted_demo_equals_transformers() {
+    let (Some(checkpoint), Some(goldens)) =
+        (shared("models/demo"), shared("models/demo/goldens.json"))
+    else {
+        return;
+    };
+    let folder = tempfile::tempdir().unwrap();
+    let model = folder.path().join("demo-f32.gguf");
+    let options = convert::convert::Options {
+        file_type: Some(convert::recipe::FileType::F32),
+        mtp: convert::map::Mtp::Keep,
+        split_max_size: None,
+    };
+    let plan = convert::convert::Plan::new(&checkpoint, options).unwrap();
+    plan.write(&model, &mut |_, _| true).unwrap();
+    let exact = distance(&model, &goldens, F32);
+    assert!(
+        exact.trunk < 1e-3 && exact.head < 1e-3 && exact.draft < 1e-3,
+        "{exact:?}"
+    );
+    assert_eq!(exact.flips, 0);
+    // Every token of every prompt, however close the runner-up.
+    assert_eq!(greedy_equals(&model, &goldens, 0.0), 12 * 64);
+}

@@ -22,11 +22,22 @@ impl DType {
     pub const Q5_0: Self = Self(ggml::GGML_TYPE_Q5_0);
     pub const Q5_1: Self = Self(ggml::GGML_TYPE_Q5_1);
     pub const Q8_0: Self = Self(ggml::GGML_TYPE_Q8_0);
+    pub const Q2_K: Self = Self(ggml::GGML_TYPE_Q2_K);
+    pub const Q3_K: Self = Self(ggml::GGML_TYPE_Q3_K);
     pub const Q4_K: Self = Self(ggml::GGML_TYPE_Q4_K);
     pub const Q5_K: Self = Self(ggml::GGML_TYPE_Q5_K);
     pub const Q6_K: Self = Self(ggml::GGML_TYPE_Q6_K);
+    pub const IQ1_S: Self = Self(ggml::GGML_TYPE_IQ1_S);
+    pub const IQ1_M: Self = Self(ggml::GGML_TYPE_IQ1_M);
+    pub const IQ2_XXS: Self = Self(ggml::GGML_TYPE_IQ2_XXS);
+    pub const IQ2_XS: Self = Self(ggml::GGML_TYPE_IQ2_XS);
+    pub const IQ2_S: Self = Self(ggml::GGML_TYPE_IQ2_S);
+    pub const IQ3_XXS: Self = Self(ggml::GGML_TYPE_IQ3_XXS);
+    pub const IQ3_S: Self = Self(ggml::GGML_TYPE_IQ3_S);
     pub const IQ4_NL: Self = Self(ggml::GGML_TYPE_IQ4_NL);
+    pub const IQ4_XS: Self = Self(ggml::GGML_TYPE_IQ4_XS);
     pub const TQ1_0: Self = Self(ggml::GGML_TYPE_TQ1_0);
+    pub const TQ2_0: Self = Self(ggml::GGML_TYPE_TQ2_0);
     pub const NVFP4: Self = Self(ggml::GGML_TYPE_NVFP4);
 }
 
@@ -99,6 +110,23 @@ impl DType {
         n_per_row: usize,
         imatrix: Option<&[f32]>,
     ) -> Result<Vec<u8>, Error> {
+        let n_rows = src.len() / n_per_row.max(1);
+        let mut out = vec![0u8; n_rows * self.row_bytes(n_per_row)];
+        self.quantize_into(src, n_per_row, imatrix, &mut out)?;
+        Ok(out)
+    }
+
+    /// As [`DType::quantize`], into `out`, which must have the length of the rows. May run on several threads.
+    ///
+    /// # Errors
+    /// As [`DType::quantize`]; also when `out` has another length or starts at an odd address.
+    pub fn quantize_into(
+        self,
+        src: &[f32],
+        n_per_row: usize,
+        imatrix: Option<&[f32]>,
+        out: &mut [u8],
+    ) -> Result<(), Error> {
         let block = self.block_size();
         if !self.is_weight() || n_per_row == 0 || block == 0 || !n_per_row.is_multiple_of(block) {
             return Err(Error::Quantize(format!(
@@ -118,10 +146,20 @@ impl DType {
             )));
         }
         let n_rows = src.len() / n_per_row;
-        let mut out = vec![0u8; n_rows * self.row_bytes(n_per_row)];
+        // Blocks hold nothing wider than 16 bits, but F32 is written as floats.
+        let align = if self == Self::F32 { 4 } else { 2 };
+        if out.len() != n_rows * self.row_bytes(n_per_row)
+            || !(out.as_ptr() as usize).is_multiple_of(align)
+        {
+            return Err(Error::Quantize(format!(
+                "{} bytes at {:p} do not hold {n_rows} rows of {n_per_row} {self}",
+                out.len(),
+                out.as_ptr()
+            )));
+        }
         if n_rows > 0 {
             // SAFETY: src holds n_rows * n_per_row floats, out the bytes that many rows of this type take,
-            // and the importance row, when not null, n_per_row floats.
+            // aligned for its blocks, and the importance row, when not null, n_per_row floats.
             let written = unsafe {
                 ggml::ggml_quantize_chunk(
                     self.0,
@@ -135,7 +173,15 @@ impl DType {
             };
             debug_assert_eq!(written, out.len());
         }
-        Ok(out)
+        Ok(())
+    }
+
+    /// True where whole blocks of this type hold no scale (or, in floats, value) that is infinite or not a number.
+    /// ggml says on stderr what it found.
+    pub fn is_valid(self, data: &[u8]) -> bool {
+        // SAFETY: the number is below GGML_TYPE_COUNT, data has the length given, and ggml checks that these are
+        // whole blocks.
+        unsafe { ggml::ggml_validate_row_data(self.0, data.as_ptr().cast(), data.len()) }
     }
 
     /// Converts whole blocks of this type to floats.
@@ -143,20 +189,30 @@ impl DType {
     /// # Errors
     /// When `src` is not a whole number of blocks, or the type has no conversion.
     pub fn dequantize(self, src: &[u8]) -> Result<Vec<f32>, Error> {
+        let mut out = vec![0f32; src.len() / self.block_bytes().max(1) * self.block_size()];
+        self.dequantize_into(src, &mut out)?;
+        Ok(out)
+    }
+
+    /// As [`DType::dequantize`], into `out`, which must have the length of the values.
+    ///
+    /// # Errors
+    /// As [`DType::dequantize`]; also when `out` has another length.
+    pub fn dequantize_into(self, src: &[u8], out: &mut [f32]) -> Result<(), Error> {
         let (block, bytes) = (self.block_size(), self.block_bytes());
-        if bytes == 0 || !src.len().is_multiple_of(bytes) {
+        if bytes == 0 || !src.len().is_multiple_of(bytes) || out.len() != src.len() / bytes * block
+        {
             return Err(Error::Quantize(format!(
-                "{} bytes are not whole blocks of {self} ({bytes} bytes each)",
-                src.len()
+                "{} bytes are not whole blocks of {self} ({bytes} bytes each) for {} values",
+                src.len(),
+                out.len()
             )));
         }
-        let n = src.len() / bytes * block;
-        let mut out = vec![0f32; n];
         if self == Self::F32 {
             for (value, raw) in out.iter_mut().zip(src.chunks_exact(4)) {
                 *value = f32::from_le_bytes([raw[0], raw[1], raw[2], raw[3]]);
             }
-            return Ok(out);
+            return Ok(());
         }
         // SAFETY: the number is below GGML_TYPE_COUNT, and ggml returns a static table entry.
         let to_float = unsafe { (*ggml::ggml_get_type_traits(self.0)).to_float };
@@ -165,18 +221,19 @@ impl DType {
                 "ggml cannot convert {self} to f32"
             )));
         };
+        let n = out.len() as i64;
         // SAFETY: src holds n / block whole blocks and out n floats; an unaligned src is copied first,
         // because ggml reads blocks through typed pointers.
         unsafe {
             if (src.as_ptr() as usize).is_multiple_of(8) {
-                to_float(src.as_ptr().cast(), out.as_mut_ptr(), n as i64);
+                to_float(src.as_ptr().cast(), out.as_mut_ptr(), n);
             } else {
                 let mut aligned = vec![0u64; src.len().div_ceil(8)];
                 std::ptr::copy_nonoverlapping(src.as_ptr(), aligned.as_mut_ptr().cast(), src.len());
-                to_float(aligned.as_ptr().cast(), out.as_mut_ptr(), n as i64);
+                to_float(aligned.as_ptr().cast(), out.as_mut_ptr(), n);
             }
         }
-        Ok(out)
+        Ok(())
     }
 }
 

@@ -68,6 +68,120 @@ pub enum Value {
     Strs(Vec<String>),
 }
 
+/// How a metadata value is stored; of an array, how its elements are.
+#[allow(missing_docs)]
+#[derive(Clone, Copy, PartialEq, Eq, Debug)]
+pub enum Kind {
+    U8,
+    I8,
+    U16,
+    I16,
+    U32,
+    I32,
+    U64,
+    I64,
+    F32,
+    F64,
+    Bool,
+    Str,
+}
+
+impl Kind {
+    const ALL: [(Self, ggml::gguf_type, &str); 12] = [
+        (Self::U8, ggml::GGUF_TYPE_UINT8, "u8"),
+        (Self::I8, ggml::GGUF_TYPE_INT8, "i8"),
+        (Self::U16, ggml::GGUF_TYPE_UINT16, "u16"),
+        (Self::I16, ggml::GGUF_TYPE_INT16, "i16"),
+        (Self::U32, ggml::GGUF_TYPE_UINT32, "u32"),
+        (Self::I32, ggml::GGUF_TYPE_INT32, "i32"),
+        (Self::U64, ggml::GGUF_TYPE_UINT64, "u64"),
+        (Self::I64, ggml::GGUF_TYPE_INT64, "i64"),
+        (Self::F32, ggml::GGUF_TYPE_FLOAT32, "f32"),
+        (Self::F64, ggml::GGUF_TYPE_FLOAT64, "f64"),
+        (Self::Bool, ggml::GGUF_TYPE_BOOL, "bool"),
+        (Self::Str, ggml::GGUF_TYPE_STRING, "str"),
+    ];
+
+    /// Its name, such as `u32` or `str`.
+    pub fn name(self) -> &'static str {
+        Self::ALL.iter().find(|k| k.0 == self).map_or("?", |k| k.2)
+    }
+
+    /// The kind with that name.
+    pub fn from_name(name: &str) -> Option<Self> {
+        Self::ALL.iter().find(|k| k.2 == name).map(|k| k.0)
+    }
+
+    fn from_raw(raw: ggml::gguf_type) -> Option<Self> {
+        Self::ALL.iter().find(|k| k.1 == raw).map(|k| k.0)
+    }
+
+    /// Its number in files.
+    pub fn number(self) -> u32 {
+        Self::ALL
+            .iter()
+            .find(|k| k.0 == self)
+            .map_or(ggml::GGUF_TYPE_COUNT, |k| k.1)
+    }
+
+    /// A value, or the elements of a list, as files hold it; none where the value is not of this kind or out of its
+    /// range.
+    pub fn encode(self, value: &Value) -> Option<Vec<u8>> {
+        let text = |text: &String| {
+            let mut bytes = (text.len() as u64).to_ne_bytes().to_vec();
+            bytes.extend_from_slice(text.as_bytes());
+            bytes
+        };
+        let ints = |list: &[i64]| list.iter().map(|&v| self.int_bytes(v.into())).collect();
+        let floats = |list: &[f64]| list.iter().map(|&v| self.float_bytes(v)).collect();
+        let parts: Option<Vec<Vec<u8>>> = match value {
+            Value::Int(v) => self.int_bytes(*v).map(|b| vec![b]),
+            Value::Ints(v) => ints(v),
+            Value::Float(v) => self.float_bytes(*v).map(|b| vec![b]),
+            Value::Floats(v) => floats(v),
+            Value::Bool(v) if self == Self::Bool => Some(vec![vec![u8::from(*v)]]),
+            Value::Bools(v) if self == Self::Bool => {
+                Some(vec![v.iter().map(|&v| u8::from(v)).collect()])
+            }
+            Value::Str(v) if self == Self::Str => Some(vec![text(v)]),
+            Value::Strs(v) if self == Self::Str => Some(v.iter().map(text).collect()),
+            _ => None,
+        };
+        parts.map(|p| p.concat())
+    }
+
+    /// The bytes that ggml keeps of an integer, if it is in the kind's range.
+    fn int_bytes(self, value: i128) -> Option<Vec<u8>> {
+        macro_rules! bytes {
+            ($t:ty) => {
+                <$t>::try_from(value).ok().map(|v| v.to_ne_bytes().to_vec())
+            };
+        }
+        match self {
+            Self::U8 => bytes!(u8),
+            Self::I8 => bytes!(i8),
+            Self::U16 => bytes!(u16),
+            Self::I16 => bytes!(i16),
+            Self::U32 => bytes!(u32),
+            Self::I32 => bytes!(i32),
+            Self::U64 => bytes!(u64),
+            Self::I64 => bytes!(i64),
+            Self::F32 => Some((value as f32).to_ne_bytes().to_vec()),
+            Self::F64 => Some((value as f64).to_ne_bytes().to_vec()),
+            Self::Bool | Self::Str => None,
+        }
+    }
+
+    /// The same of a float; only the float kinds take one.
+    fn float_bytes(self, value: f64) -> Option<Vec<u8>> {
+        match self {
+            Self::F32 => Some((value as f32).to_ne_bytes().to_vec()),
+            Self::F64 => Some(value.to_ne_bytes().to_vec()),
+            _ => None,
+        }
+    }
+}
+
 /// An open GGUF file: its metadata, and its tensors' places in the map.
 pub struct Gguf {
     context: GgufContext,
@@ -269,6 +383,24 @@ impl Gguf {
         }
     }
 
+    /// How the value of a key is stored.
+    pub fn kind(&self, key: &str) -> Option<Kind> {
+        let raw = self.context.0;
+        let key = CString::new(key).ok()?;
+        // SAFETY: the context is alive; the id was just found, and the element type is asked of arrays only.
+        unsafe {
+            let id = ggml::gguf_find_key(raw, key.as_ptr());
+            if id < 0 {
+                return None;
+            }
+            let kind = match ggml::gguf_get_kv_type(raw, id) {
+                ggml::GGUF_TYPE_ARRAY => ggml::gguf_get_arr_type(raw, id),
+                kind => kind,
+            };
+            Kind::from_raw(kind)
+        }
+    }
+
     fn array(&self, id: i64) -> Option<Value> {
         let raw = self.context.0;
         // SAFETY: `value` checked that id is an array; its data is read as the element type that the reader
@@ -317,6 +449,9 @@ pub struct GgufWriter {
 }
 
 impl GgufWriter {
+    /// Each tensor's data starts at a multiple of this many bytes.
+    pub const ALIGNMENT: usize = 32;
+
     /// A writer with room for `max_tensors`.
     ///
     /// # Errors
@@ -342,64 +477,94 @@ impl GgufWriter {
         self.remove(ALIGNMENT_KEY);
     }
 
-    /// Sets a key to a value: integers become `u32` where they fit, else `i64`; floats `f32`.
+    /// Sets a key to a value: integers become `u32` where they fit, else `i64`; floats `f32`; lists of integers
+    /// `i32`.
     ///
     /// # Errors
-    /// When a key is empty or a text holds a zero byte, which the format's C readers cannot represent; when the
-    /// key is `general.alignment`, because tensors are laid out at the default one.
+    /// See [`GgufWriter::set_as`].
     pub fn set(&mut self, key: &str, value: &Value) -> Result<(), Error> {
+        let kind = match value {
+            Value::Int(v) if u32::try_from(*v).is_ok() => Kind::U32,
+            Value::Int(_) => Kind::I64,
+            Value::Ints(_) => Kind::I32,
+            Value::Float(_) | Value::Floats(_) => Kind::F32,
+            Value::Bool(_) | Value::Bools(_) => Kind::Bool,
+            Value::Str(_) | Value::Strs(_) => Kind::Str,
+        };
+        self.set_as(key, kind, value)
+    }
+
+    /// Sets a key to a value, or to an array of values, of a kind. A key that was there moves to the end.
+    ///
+    /// # Errors
+    /// When the value is not of that kind or out of its range; when a key is empty or a text holds a zero byte,
+    /// which the format's C readers cannot represent; when the key is `general.alignment`, because tensors are
+    /// laid out at the default one.
+    pub fn set_as(&mut self, key: &str, kind: Kind, value: &Value) -> Result<(), Error> {
         let raw = self.context.0;
         if key.is_empty() || key == ALIGNMENT_KEY {
             return Err(Error::Quantize(format!("the key `{key}` cannot be set")));
         }
         let c_key = c_string(key)?;
+        let unfit = || {
+            Error::Quantize(format!(
+                "the key `{key}` cannot hold this value as {}",
+                kind.name()
+            ))
+        };
+        let bytes = kind.encode(value).ok_or_else(unfit)?;
+        let n = match value {
+            Value::Str(v) => {
+                let text = c_string(v)?;
+                // SAFETY: the context is alive; both strings live through the call, which copies them.
+                unsafe { ggml::gguf_set_val_str(raw, c_key.as_ptr(), text.as_ptr()) };
+                return Ok(());
+            }
+            Value::Strs(v) => {
+                let texts: Vec<CString> =
+                    v.iter().map(|v| c_string(v)).collect::<Result<_, _>>()?;
+                let mut pointers: Vec<_> = texts.iter().map(|t| t.as_ptr()).collect();
+                // SAFETY: the context is alive; the strings live through the call, which copies them.
+                unsafe {
+                    ggml::gguf_set_arr_str(
+                        raw,
+                        c_key.as_ptr(),
+                        pointers.as_mut_ptr(),
+                        pointers.len(),
+                    );
+                }
+                return Ok(());
+            }
+            Value::Ints(v) => Some(v.len()),
+            Value::Floats(v) => Some(v.len()),
+            Value::Bools(v) => Some(v.len()),
+            Value::Int(_) | Value::Float(_) | Value::Bool(_) => None,
+        };
         let key = c_key.as_ptr();
-        // SAFETY: the context is alive; strings and arrays live through each call, which copies them.
+        // SAFETY: the context is alive; key and bytes live through each call, which copies them; the bytes hold n
+        // values of the kind, or one, copied out unaligned.
         unsafe {
-            match value {
-                Value::Int(v) => match u32::try_from(*v) {
-                    Ok(v) => ggml::gguf_set_val_u32(raw, key, v),
-                    Err(_) => ggml::gguf_set_val_i64(raw, key, *v as i64),
-                },
-                Value::Float(v) => ggml::gguf_set_val_f32(raw, key, *v as f32),
-                Value::Bool(v) => ggml::gguf_set_val_bool(raw, key, *v),
-                Value::Str(v) => ggml::gguf_set_val_str(raw, key, c_string(v)?.as_ptr()),
-                Value::Ints(v) => {
-                    let v: Vec<i32> = v.iter().map(|&v| v as i32).collect();
-                    ggml::gguf_set_arr_data(
-                        raw,
-                        key,
-                        ggml::GGUF_TYPE_INT32,
-                        v.as_ptr().cast(),
-                        v.len(),
-                    );
+            macro_rules! one {
+                ($set:ident, $t:ty) => {
+                    ggml::$set(raw, key, bytes.as_ptr().cast::<$t>().read_unaligned())
+                };
+            }
+            match (n, kind) {
+                (Some(n), _) => {
+                    ggml::gguf_set_arr_data(raw, key, kind.number(), bytes.as_ptr().cast(), n);
                 }
-                Value::Floats(v) => {
-                    let v: Vec<f32> = v.iter().map(|&v| v as f32).collect();
-                    ggml::gguf_set_arr_data(
-                        raw,
-                        key,
-                        ggml::GGUF_TYPE_FLOAT32,
-                        v.as_ptr().cast(),
-                        v.len(),
-                    );
-                }
-                Value::Bools(v) => {
-                    let v: Vec<u8> = v.iter().map(|&v| v.into()).collect();
-                    ggml::gguf_set_arr_data(
-                        raw,
-                        key,
-                        ggml::GGUF_TYPE_BOOL,
-                        v.as_ptr().cast(),
-                        v.len(),
-                    );
-                }
-                Value::Strs(v) => {
-                    let texts: Vec<CString> =
-                        v.iter().map(|v| c_string(v)).collect::<Result<_, _>>()?;
-                    let mut pointers: Vec<_> = texts.iter().map(|t| t.as_ptr()).collect();
-                    ggml::gguf_set_arr_str(raw, key, pointers.as_mut_ptr(), pointers.len());
-                }
+                (None, Kind::U8) => one!(gguf_set_val_u8, u8),
+                (None, Kind::I8) => one!(gguf_set_val_i8, i8),
+                (None, Kind::U16) => one!(gguf_set_val_u16, u16),
+                (None, Kind::I16) => one!(gguf_set_val_i16, i16),
+                (None, Kind::U32) => one!(gguf_set_val_u32, u32),
+                (None, Kind::I32) => one!(gguf_set_val_i32, i32),
+                (None, Kind::U64) => one!(gguf_set_val_u64, u64),
+                (None, Kind::I64) => one!(gguf_set_val_i64, i64),
+                (None, Kind::F32) => one!(gguf_set_val_f32, f32),
+                (None, Kind::F64) => one!(gguf_set_val_f64, f64),
+                (None, Kind::Bool) => ggml::gguf_set_val_bool(raw, key, bytes[0] != 0),
+                (None, Kind::Str) => return Err(unfit()),
             }
         }
         Ok(())
@@ -428,6 +593,22 @@ impl GgufWriter {
         Ok(())
     }
 
+    /// The file up to the first tensor's data, padded. The data of each tensor follows in the order in which they
+    /// were added, each padded to [`GgufWriter::ALIGNMENT`].
+    pub fn header(&self) -> Vec<u8> {
+        // SAFETY: the context is alive; the buffer has the size that it asks for.
+        unsafe {
+            let mut header = vec![0u8; ggml::gguf_get_meta_size(self.context.0)];
+            ggml::gguf_get_meta_data(self.context.0, header.as_mut_ptr().cast());
+            header
+        }
+    }
+
+    /// Bytes that each tensor's data takes, in order, without padding.
+    pub fn sizes(&self) -> &[usize] {
+        &self.sizes
+    }
+
     /// Writes the file: a temporary name in the same folder first, renamed when complete.
     ///
     /// `data(i)` gives the bytes of the `i`-th tensor added.
@@ -439,12 +620,7 @@ impl GgufWriter {
         path: &Path,
         mut data: impl FnMut(usize) -> Result<std::borrow::Cow<'a, [u8]>, Error>,
     ) -> Result<(), Error> {
-        // SAFETY: the context is alive; the buffer has the size that it asks for.
-        let (header, alignment) = unsafe {
-            let mut header = vec![0u8; ggml::gguf_get_meta_size(self.context.0)];
-            ggml::gguf_get_meta_data(self.context.0, header.as_mut_ptr().cast());
-            (header, ggml::gguf_get_alignment(self.context.0))
-        };
+        let header = self.header();
         let temporary = temporary_name(path);
         let io = |source| Error::Io {
             path: path.to_owned(),
@@ -463,7 +639,7 @@ impl GgufWriter {
                     });
                 }
                 file.write_all(&data).map_err(io)?;
-                let padding = bytes.next_multiple_of(alignment) - bytes;
+                let padding = bytes.next_multiple_of(Self::ALIGNMENT) - bytes;
                 file.write_all(&vec![0; padding]).map_err(io)?;
             }
             file.flush().map_err(io)?;

@@ -42,7 +42,7 @@ mod weights;
 pub use device::{Backend, Device, DeviceKind, devices, find_device};
 pub use dtype::DType;
 pub use error::{Error, one_line};
-pub use gguf::{Gguf, GgufWriter, TensorInfo, Value};
+pub use gguf::{Gguf, GgufWriter, Kind, TensorInfo, Value};
 pub use graph::{Context, Graph, Rope};
 pub use log::{Level, set_log_sink};
 pub use machine::{peak_memory, performance_cores};

@@ -98,6 +98,24 @@ impl FileMap {
         &self.map
     }
 
+    /// Takes a part that was read out of this process's memory; reading it again fetches it again. So a file larger
+    /// than memory can be read through once without pressing anything else out.
+    pub fn release(&self, range: std::ops::Range<usize>) {
+        let range = range.start.min(self.map.len())..range.end.min(self.map.len());
+        #[cfg(unix)]
+        if !range.is_empty() {
+            // SAFETY: the map is a read-only view of a file and has no changes that could be lost; the system reads
+            // its pages again where they are needed.
+            let _ = unsafe {
+                self.map.unchecked_advise_range(
+                    memmap2::UncheckedAdvice::DontNeed,
+                    range.start,
+                    range.len(),
+                )
+            };
+        }
+    }
+
     /// Asks the system to read the file ahead, so that the first pass does not wait for the disk page by page.
     pub fn will_need(&self) {
         #[cfg(unix)]

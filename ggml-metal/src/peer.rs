@@ -295,48 +295,146 @@ impl PeerContext {
     }
 }
 
-/// llama.cpp's names for mixtures of types.
-#[derive(Clone, Copy, PartialEq, Eq, Debug)]
-#[allow(missing_docs)]
-pub enum PeerFileType {
-    Q4_0,
-    Q8_0,
-    Q4KM,
-    Q6K,
+/// How `llama_model_quantize` quantizes.
+#[derive(Clone, Copy, Debug)]
+pub struct PeerQuantize<'a> {
+    /// The mixture, as numbered in `general.file_type`.
+    pub file_type: u32,
+    /// Threads.
+    pub n_threads: usize,
+    /// Convert tensors that are quantized already.
+    pub allow_requantize: bool,
+    /// Type of the output matrix.
+    pub output: Option<DType>,
+    /// Type of the token embedding.
+    pub token_embedding: Option<DType>,
+    /// Types of the tensors that match a pattern.
+    pub tensors: &'a [(&'a str, DType)],
+    /// Importance of the columns of tensors by name; none means without an importance matrix.
+    pub imatrix: &'a [(String, Vec<f32>)],
+    /// Metadata to set: texts of up to 127 bytes.
+    pub texts: &'a [(&'a str, &'a str)],
+    /// Metadata to set: numbers, stored as `u32`.
+    pub numbers: &'a [(&'a str, u32)],
 }
 
-/// Quantizes a file as `llama-quantize` does.
-///
-/// # Errors
-/// When llama.cpp fails; the message has what it logged.
-pub fn quantize(
-    input: &Path,
-    output: &Path,
-    file_type: PeerFileType,
-    n_threads: usize,
-) -> Result<(), Error> {
-    let (from, to) = (c_path(input)?, c_path(output)?);
-    initialise();
-    log::clear();
-    // SAFETY: both paths live through the call; the other parameters are llama.cpp's own.
-    let status = unsafe {
-        let mut params = ggml::llama_model_quantize_default_params();
-        params.nthread = n_threads as i32;
-        params.ftype = match file_type {
-            PeerFileType::Q4_0 => ggml::LLAMA_FTYPE_MOSTLY_Q4_0,
-            PeerFileType::Q8_0 => ggml::LLAMA_FTYPE_MOSTLY_Q8_0,
-            PeerFileType::Q4KM => ggml::LLAMA_FTYPE_MOSTLY_Q4_K_M,
-            PeerFileType::Q6K => ggml::LLAMA_FTYPE_MOSTLY_Q6_K,
-        };
-        ggml::llama_model_quantize(from.as_ptr(), to.as_ptr(), &params)
-    };
-    if status == 0 {
-        return Ok(());
+impl PeerQuantize<'_> {
+    /// The mixture with nothing else asked for.
+    pub fn new(file_type: u32, n_threads: usize) -> Self {
+        Self {
+            file_type,
+            n_threads,
+            allow_requantize: false,
+            output: None,
+            token_embedding: None,
+            tensors: &[],
+            imatrix: &[],
+            texts: &[],
+            numbers: &[],
+        }
     }
-    Err(Error::Format {
-        path: input.to_owned(),
-        reason: format!("llama.cpp cannot quantize it{}", log::take()),
-    })
+
+    /// Quantizes a file as `llama-quantize` does.
+    ///
+    /// # Errors
+    /// When llama.cpp fails; the message has what it logged.
+    pub fn run(&self, input: &Path, output: &Path) -> Result<(), Error> {
+        let (from, to) = (c_path(input)?, c_path(output)?);
+        let name = |text: &str| CString::new(text).map_err(|e| Error::Quantize(e.to_string()));
+        let names: Vec<CString> = self
+            .imatrix
+            .iter()
+            .map(|(n, _)| name(n))
+            .collect::<Result<_, _>>()?;
+        let mut imatrix: Vec<_> = names
+            .iter()
+            .zip(self.imatrix)
+            .map(|(name, (_, values))| ggml::llama_model_imatrix_data {
+                name: name.as_ptr(),
+                data: values.as_ptr(),
+                size: values.len(),
+            })
+            .collect();
+        imatrix.push(ggml::llama_model_imatrix_data {
+            name: std::ptr::null(),
+            data: std::ptr::null(),
+            size: 0,
+        });
+        let patterns: Vec<CString> = self
+            .tensors
+            .iter()
+            .map(|(p, _)| name(p))
+            .collect::<Result<_, _>>()?;
+        let mut tensors: Vec<_> = patterns
+            .iter()
+            .zip(self.tensors)
+            .map(|(pattern, (_, dtype))| ggml::llama_model_tensor_override {
+                pattern: pattern.as_ptr(),
+                type_: dtype.0,
+            })
+            .collect();
+        tensors.push(ggml::llama_model_tensor_override {
+            pattern: std::ptr::null(),
+            type_: ggml::GGML_TYPE_COUNT,
+        });
+        let entry = |tag, key: &str| {
+            let mut entry = ggml::llama_model_kv_override {
+                tag,
+                key: [0; 128],
+                __bindgen_anon_1: ggml::llama_model_kv_override__bindgen_ty_1 { val_str: [0; 128] },
+            };
+            for (to, from) in entry.key[..127].iter_mut().zip(key.bytes()) {
+                *to = from as std::ffi::c_char;
+            }
+            entry
+        };
+        let mut metadata = Vec::new();
+        for (key, value) in self.texts {
+            let mut text = [0; 128];
+            for (to, from) in text[..127].iter_mut().zip(value.bytes()) {
+                *to = from as std::ffi::c_char;
+            }
+            let mut entry = entry(ggml::LLAMA_KV_OVERRIDE_TYPE_STR, key);
+            entry.__bindgen_anon_1.val_str = text;
+            metadata.push(entry);
+        }
+        for (key, value) in self.numbers {
+            let mut entry = entry(ggml::LLAMA_KV_OVERRIDE_TYPE_INT, key);
+            entry.__bindgen_anon_1.val_i64 = (*value).into();
+            metadata.push(entry);
+        }
+        metadata.push(entry(ggml::LLAMA_KV_OVERRIDE_TYPE_INT, ""));
+
+        initialise();
+        log::clear();
+        // SAFETY: paths and lists live through the call; each list ends as llama.cpp expects it to.
+        let status = unsafe {
+            let mut params = ggml::llama_model_quantize_default_params();
+            params.nthread = self.n_threads as i32;
+            params.ftype = self.file_type;
+            params.allow_requantize = self.allow_requantize;
+            params.output_tensor_type = self.output.map_or(ggml::GGML_TYPE_COUNT, |t| t.0);
+            params.token_embedding_type =
+                self.token_embedding.map_or(ggml::GGML_TYPE_COUNT, |t| t.0);
+            if !self.imatrix.is_empty() {
+                params.imatrix = imatrix.as_ptr();
+            }
+            if !self.tensors.is_empty() {
+                params.tt_overrides = tensors.as_ptr();
+            }
+            if metadata.len() > 1 {
+                params.kv_overrides = metadata.as_ptr();
+            }
+            ggml::llama_model_quantize(from.as_ptr(), to.as_ptr(), &params)
+        };
+        if status == 0 {
+            return Ok(());
+        }
+        Err(Error::Format {
+            path: input.to_owned(),
+            reason: format!("llama.cpp cannot quantize it{}", log::take()),
+        })
+    }
 }
 
 /// A sampler of llama.cpp, with its numbers.

@@ -1,5 +1,6 @@
 //! The commands: arguments in, engine calls, exit code out.
 
+pub mod convert;
 pub mod inspect;
 pub mod model;
 pub mod perplexity;

@@ -96,7 +96,7 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome> {
 }
 
 /// Natural logarithm of a token's probability.
-fn log_softmax(logits: &[f32], token: u32) -> f64 {
+pub(super) fn log_softmax(logits: &[f32], token: u32) -> f64 {
     let max = logits.iter().copied().fold(f32::NEG_INFINITY, f32::max);
     let sum: f64 = logits.iter().map(|&v| f64::from(v - max).exp()).sum();
     f64::from(logits[token as usize] - max) - sum.ln()

@@ -9,7 +9,8 @@ mod support;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
-use ggml_metal::peer::{PeerContext, PeerFileType, PeerModel, PeerOptions, PeerParams, quantize};
+use convert::recipe::FileType;
+use ggml_metal::peer::{PeerContext, PeerModel, PeerOptions, PeerParams, PeerQuantize};
 use ggml_metal::{DType, Repack};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::{Outputs, SessionParams};
@@ -196,7 +197,9 @@ fn q8_0_logits_equal_the_peers() {
     };
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("demo-Q8_0.gguf");
-    quantize(&f16, &path, PeerFileType::Q8_0, 2).unwrap();
+    PeerQuantize::new(FileType::Q8_0.number(), 2)
+        .run(&f16, &path)
+        .unwrap();
     for repack in [false, true] {
         let worst = difference(
             &path,

@@ -1,6 +1,7 @@
 //! What several test files need: the shared data, when it is there, and small helpers.
 #![allow(dead_code, clippy::unwrap_used, clippy::expect_used)]
 
+pub mod checkpoint;
 pub mod synth;
 
 use std::path::{Path, PathBuf};
