@@ -198,6 +198,7 @@ fn main() {
                         sampler: &mut sampler,
                         constraint: None,
                         speculator: way.speculator.as_mut(),
+                        watch: None,
                     }
                     .answer(&request, &CancelToken::default(), &mut |_| Ok(()))
                     .unwrap();

@@ -29,6 +29,8 @@ pub struct Request {
     pub thinking: Option<bool>,
     /// Close the thinking block after this many tokens.
     pub reasoning_budget: Option<usize>,
+    /// Set while the answer is made, it closes the thinking block at the next token.
+    pub end_thinking: CancelToken,
 }
 
 /// Why an answer ended.
@@ -131,7 +133,12 @@ pub struct Generator<'a> {
     pub constraint: Option<&'a mut Constraint>,
     /// Guesses tokens, so that several can be processed at once.
     pub speculator: Option<&'a mut Speculator>,
+    /// Told after every pass how many tokens there are, for live figures.
+    pub watch: Option<&'a mut Watch<'a>>,
 }
+
+/// Sees every pass: the speculator, if there is one, and how many tokens there are.
+pub type Watch<'a> = dyn FnMut(Option<&Speculator>, usize) + 'a;
 
 impl Generator<'_> {
     /// Generates an answer, handing each piece of text to `sink` as it comes.
@@ -241,6 +248,9 @@ impl Generator<'_> {
                         n_tokens: tokens.len() - n_before,
                     },
                 );
+            }
+            if let Some(watch) = self.watch.as_deref_mut() {
+                watch(self.speculator.as_deref(), tokens.len());
             }
             if let Some(reason) = ended {
                 break reason;
@@ -441,7 +451,8 @@ impl<'a> TextSplitter<'a> {
 
     fn is_over_budget(&self, request: &Request) -> bool {
         let budget = request.reasoning_budget;
-        self.is_thinking() && budget.is_some_and(|budget| self.n_reasoning >= budget)
+        let over = budget.is_some_and(|budget| self.n_reasoning >= budget);
+        self.is_thinking() && (over || request.end_thinking.is_cancelled())
     }
 
     /// Takes the next token; true when a stop string ends the answer.

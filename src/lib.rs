@@ -21,10 +21,12 @@
 #![forbid(unsafe_code)]
 
 pub mod chat;
+pub mod conversation;
 pub mod engine;
 pub mod generate;
 pub mod grammar;
 pub mod model;
+pub mod reuse;
 pub mod sampler;
 pub mod session;
 pub mod speculate;

@@ -560,6 +560,11 @@ impl Session {
         })
     }
 
+    /// Bytes that a snapshot would take now.
+    pub fn snapshot_bytes(&self) -> usize {
+        self.state.saved_bytes(self.n_past()) + self.n_past() * size_of::<u32>()
+    }
+
     /// Puts a snapshot back, whatever the session holds now.
     ///
     /// # Errors

@@ -276,6 +276,13 @@ impl State {
         })
     }
 
+    /// Bytes that [`State::save`] would copy.
+    pub fn saved_bytes(&self, n_past: usize) -> usize {
+        let parts: usize = self.parts(0).iter().map(Part::bytes).sum();
+        let row: usize = self.rows().iter().map(|t| t.nb(1)).sum();
+        parts + n_past * row
+    }
+
     /// Type and bytes of every part, of one row where the number of rows grows.
     fn form(&self) -> Vec<(DType, usize)> {
         let whole = self.parts(0);

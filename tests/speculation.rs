@@ -110,6 +110,7 @@ impl Model {
             sampler: &mut sampler,
             constraint: constraint.as_mut(),
             speculator: speculator.as_mut(),
+            watch: None,
         }
         .answer(request, &never(), &mut |_| Ok(()))
         .unwrap();
@@ -628,6 +629,7 @@ fn count_texts(
             sampler: &mut sampler,
             constraint: None,
             speculator: speculator.as_mut(),
+            watch: None,
         }
         .answer(&request, &never(), &mut |_| Ok(()))
         .unwrap();

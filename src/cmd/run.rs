@@ -348,6 +348,7 @@ impl Runner<'_> {
             ignore_eos: self.args.ignore_eos,
             thinking,
             reasoning_budget: self.args.reasoning_budget,
+            ..Request::default()
         };
         if self.session.n_past() > 0 {
             self.session.clear()?;
@@ -358,6 +359,7 @@ impl Runner<'_> {
             sampler: &mut sampler,
             constraint: constraint.as_mut(),
             speculator: self.speculator.as_mut(),
+            watch: None,
         }
         .answer(&request, &self.cancel, sink)?;
         let complete = constraint.as_mut().map(|c| c.is_complete()).transpose()?;

@@ -168,6 +168,7 @@ fn measure(
         sampler: &mut sampler,
         constraint: None,
         speculator: trial.speculator.as_mut(),
+        watch: None,
     }
     .answer(&request, cancel, &mut |_| Ok(()))?;
     if answer.finish_reason == FinishReason::Cancelled {

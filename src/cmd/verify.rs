@@ -63,6 +63,7 @@ pub fn run(args: &VerifyArgs) -> Result<Outcome> {
                 sampler: &mut sampler,
                 constraint: None,
                 speculator,
+                watch: None,
             }
             .answer(&request, &never, &mut |_| Ok(()))?;
             anyhow::Ok(answer.tokens)

@@ -1,0 +1,201 @@
+//! Conversations on disk, and what a next turn reuses.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+#[path = "support/variants.rs"]
+mod variants;
+
+use std::fs;
+
+use qrun::conversation::{Conversation, Message, list, path_of};
+use qrun::reuse::StateCache;
+use qrun::session::{Outputs, Session, SessionParams};
+use support::*;
+use variants::Random;
+
+fn message(role: &str, content: &str) -> Message {
+    Message {
+        role: role.to_owned(),
+        content: content.to_owned(),
+        reasoning: String::new(),
+        partial: false,
+    }
+}
+
+#[test]
+fn a_conversation_survives_being_killed() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut conversation = Conversation::default();
+    conversation.system = "Be brief.".to_owned();
+    conversation
+        .messages
+        .push(message("user", "Tell me: what is a \"fox\"?\nAnd why?"));
+    conversation.keep(folder.path()).unwrap();
+    assert_eq!(conversation.name(), "tell-me-what-is-a-fox");
+    let path = path_of(folder.path(), &conversation.name()).unwrap();
+
+    // Beginnings of an answer; the program dies in the middle of a line.
+    for text in ["A fox", "A fox is an animal."] {
+        let part = Message {
+            partial: true,
+            ..message("assistant", text)
+        };
+        conversation.append(&part).unwrap();
+    }
+    let mut bytes = fs::read(&path).unwrap();
+    bytes.extend_from_slice(b"{\"role\":\"assistant\",\"content\":\"A fox is an animal. It");
+    fs::write(&path, bytes).unwrap();
+    let found = Conversation::open(&path).unwrap();
+    assert_eq!(found.system, "Be brief.");
+    assert_eq!(found.messages.len(), 2);
+    assert_eq!(found.messages[1].content, "A fox is an animal.");
+    assert!(found.messages[1].partial);
+
+    // The finished answer takes the place of its beginnings.
+    let mut found = found;
+    found.messages[1] = message("assistant", "A fox is an animal. It hunts.");
+    found.write().unwrap();
+    assert_eq!(Conversation::open(&path).unwrap().messages, found.messages);
+    assert_eq!(
+        fs::read_dir(folder.path()).unwrap().count(),
+        1,
+        "no partial file is left"
+    );
+
+    // A second conversation that begins alike has a name of its own.
+    let mut second = Conversation::default();
+    second
+        .messages
+        .push(message("user", "tell me what is a fox"));
+    second.keep(folder.path()).unwrap();
+    assert_eq!(second.name(), "tell-me-what-is-a-fox-2");
+    fs::write(folder.path().join("broken.jsonl"), "what?\n").unwrap();
+    let names: Vec<_> = list(folder.path())
+        .unwrap()
+        .into_iter()
+        .map(|s| s.name)
+        .collect();
+    assert_eq!(names.len(), 2, "{names:?}");
+    assert!(list(&folder.path().join("none")).unwrap().is_empty());
+    for name in ["", "../x", "a/b", ".hidden"] {
+        assert!(path_of(folder.path(), name).is_err(), "{name}");
+    }
+}
+
+fn params() -> SessionParams {
+    SessionParams {
+        kv: F32,
+        mtp: true,
+        n_rollback: 2,
+        n_batch: 16,
+        ..SessionParams::default()
+    }
+}
+
+#[test]
+fn a_next_turn_processes_only_what_is_new() {
+    let engine = engine(&demo());
+    let n_vocab = engine.config().n_vocab as usize;
+    let mut session = Session::new(engine.clone(), params()).unwrap();
+    let mut random = Random(5);
+    let mut text: Vec<u32> = Vec::new();
+    let mut cache = StateCache::new(64 << 20);
+    let (mut processed, mut reused) = (0, 0);
+    for turn in 0..20 {
+        let before = text.len();
+        let question: Vec<u32> = (0..20).map(|_| random.below(n_vocab) as u32).collect();
+        text.extend(&question);
+        let mut told = 0;
+        let (begun, last) = cache
+            .process(
+                &mut session,
+                &text,
+                text.len() - 4,
+                &never(),
+                &mut |done, _| told = done,
+            )
+            .unwrap();
+        assert_eq!(begun.total, text.len());
+        if turn > 0 {
+            // All but the last token of the answer is in the session.
+            assert_eq!(begun.reused, before - 1, "turn {turn}");
+        }
+        processed += told + 1;
+        reused += begun.reused;
+        let logits = session
+            .eval(&[last], Outputs::Last, &never())
+            .unwrap()
+            .to_vec();
+        // As a fresh session that is given everything.
+        let mut fresh = Session::new(engine.clone(), params()).unwrap();
+        let expected = fresh.eval(&text, Outputs::Last, &never()).unwrap();
+        assert!(max_diff(&logits, expected) < 2e-2, "turn {turn}");
+        // The answer: all but its last token is processed.
+        let answer: Vec<u32> = (0..6).map(|_| random.below(n_vocab) as u32).collect();
+        session.eval(&answer[..5], Outputs::None, &never()).unwrap();
+        text.extend(&answer);
+    }
+    assert_eq!(
+        processed,
+        20 * 20 + 19,
+        "each token of a question, and the last of each answer"
+    );
+    assert!(reused > 10 * processed);
+
+    // An edit of the last question restarts from the boundary before its end, another text from nothing.
+    let cut = text.len() - 6 - 4;
+    let mut edited = text[..cut].to_vec();
+    edited.extend([7, 8, 9]);
+    let (begun, _) = cache
+        .process(&mut session, &edited, cut, &never(), &mut |_, _| {})
+        .unwrap();
+    assert_eq!(begun.reused, cut);
+    let (begun, _) = cache
+        .process(&mut session, &[1, 2, 3], 1, &never(), &mut |_, _| {})
+        .unwrap();
+    assert_eq!(
+        (begun.reused, begun.reason),
+        (0, "no saved state begins like this")
+    );
+}
+
+#[test]
+fn the_budget_of_saved_states_holds() {
+    let engine = engine(&demo());
+    let mut session = Session::new(engine, params()).unwrap();
+    let budget = 8 << 20;
+    let mut cache = StateCache::new(budget);
+    for turn in 0..200u32 {
+        let prompt = [turn, turn + 1, turn + 2, turn + 3];
+        cache
+            .process(&mut session, &prompt, 3, &never(), &mut |_, _| {})
+            .unwrap();
+        assert!(cache.bytes() <= budget);
+    }
+    assert!(cache.bytes() > budget / 2);
+    // Conversations that take turns do not mix: each finds its own state.
+    let (begun, _) = cache
+        .process(
+            &mut session,
+            &[199, 200, 201, 9],
+            3,
+            &never(),
+            &mut |_, _| {},
+        )
+        .unwrap();
+    assert_eq!(begun.reused, 3);
+    let (begun, _) = cache
+        .process(
+            &mut session,
+            &[198, 199, 200, 9],
+            3,
+            &never(),
+            &mut |_, _| {},
+        )
+        .unwrap();
+    assert_eq!(begun.reused, 3);
+    let mut none = StateCache::new(0);
+    none.process(&mut session, &[1, 2, 3], 2, &never(), &mut |_, _| {})
+        .unwrap();
+    assert_eq!(none.bytes(), 0);
+}
