@@ -1,0 +1,692 @@
+//! `qrun watch`: a running qrun on the whole screen, with histories; a list of runs when there are several; a summary when
+//! one ends. Pure like the chat: a view, events in, wishes out.
+
+use crossterm::event::{Event, KeyEventKind};
+use ratatui::Frame;
+use ratatui::buffer::Buffer;
+use ratatui::layout::Rect;
+use ratatui::text::{Line, Span};
+use ratatui::widgets::Widget;
+
+use crate::figures::{self, PLOT_MARGIN, Plot, Section};
+use crate::keys::{self, Does};
+use crate::text;
+use crate::theme::Theme;
+use crate::view::{Live, Round, Zone};
+
+/// Everything that the watch screen shows.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct WatchView {
+    /// Runs that can be watched.
+    pub runs: Vec<RunEntry>,
+    /// The run being watched.
+    pub run: Option<WatchRun>,
+    /// One line about what does not work, such as a lost connection.
+    pub notice: Option<String>,
+}
+
+/// A run in the list.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct RunEntry {
+    /// Its process.
+    pub pid: u32,
+    /// Its model.
+    pub model: String,
+    /// Its command line.
+    pub command: String,
+    /// Its decode speed now, tokens per second.
+    pub tps: Option<f32>,
+}
+
+/// The run being watched.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct WatchRun {
+    /// Its process.
+    pub pid: u32,
+    /// Its model.
+    pub model: String,
+    /// Its command line.
+    pub command: String,
+    /// Seconds since it started.
+    pub elapsed_s: u64,
+    /// Tokens written since then.
+    pub tokens: u64,
+    /// Figures now.
+    pub live: Live,
+    /// Figures before.
+    pub history: History,
+    /// What remains when it has ended.
+    pub summary: Option<Summary>,
+}
+
+/// Figures over time: one value per slot of equal length, the newest last. A slot without a figure is NaN.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct History {
+    /// Seconds that one slot covers.
+    pub slot_s: f32,
+    /// Decode speed, tokens per second.
+    pub tps: Vec<f32>,
+    /// Acceptance, 0 to 1, of the first, second, ... draft: a history each.
+    pub acceptance: Vec<Vec<f32>>,
+    /// Where the time of a round went.
+    pub rounds: Vec<Round>,
+    /// Memory in use, 0 to 1, and the zone.
+    pub memory: Vec<(f32, Zone)>,
+    /// Tokens in the context.
+    pub context: Vec<f32>,
+}
+
+/// What a run did, when it has ended.
+#[derive(Clone, Debug, Default, PartialEq)]
+pub struct Summary {
+    /// How it ended: "finished", "stopped", "exit code 1".
+    pub ended: String,
+    /// Seconds that it ran.
+    pub elapsed_s: u64,
+    /// Tokens of prompts processed.
+    pub prompt_tokens: u64,
+    /// Their speed, tokens per second.
+    pub prompt_tps: Option<f32>,
+    /// Tokens written.
+    pub tokens: u64,
+    /// Their mean speed, tokens per second.
+    pub mean_tps: Option<f32>,
+    /// The best speed of a slot.
+    pub best_tps: Option<f32>,
+    /// Drafts accepted, 0 to 1.
+    pub acceptance: Option<f32>,
+    /// Tokens per pass of the trunk.
+    pub tokens_per_pass: Option<f32>,
+    /// Most bytes in use.
+    pub peak_memory: u64,
+    /// The worst zone.
+    pub zone: Zone,
+}
+
+/// A wish of who watches.
+#[derive(Clone, Copy, Debug, PartialEq, Eq)]
+pub enum WatchAction {
+    /// Watch this process.
+    Select(u32),
+    /// Leave.
+    Quit,
+    /// Suspend the program.
+    Suspend,
+    /// Draw all of the screen again.
+    Redraw,
+}
+
+/// The watch screen's own state.
+pub struct WatchUi {
+    theme: Theme,
+    /// Whether the list was asked for.
+    list: bool,
+    selected: usize,
+}
+
+impl WatchUi {
+    /// A watch screen with these colours.
+    pub fn new(theme: Theme) -> Self {
+        WatchUi {
+            theme,
+            list: false,
+            selected: 0,
+        }
+    }
+
+    fn shows_list(&self, view: &WatchView) -> bool {
+        view.run.is_none() || (self.list && !view.runs.is_empty())
+    }
+
+    /// What this event asks for.
+    pub fn handle(&mut self, event: &Event, view: &WatchView) -> Vec<WatchAction> {
+        let Event::Key(key) = event else {
+            return Vec::new();
+        };
+        if key.kind == KeyEventKind::Release {
+            return Vec::new();
+        }
+        let last = view.runs.len().saturating_sub(1);
+        self.selected = self.selected.min(last);
+        let list = self.shows_list(view);
+        match keys::lookup(key) {
+            Some(Does::Interrupt | Does::EndOfInput) => return vec![WatchAction::Quit],
+            Some(Does::Suspend) => return vec![WatchAction::Suspend],
+            Some(Does::Redraw) => return vec![WatchAction::Redraw],
+            Some(Does::Escape) if list && view.run.is_some() => self.list = false,
+            Some(Does::Escape) => return vec![WatchAction::Quit],
+            Some(Does::Complete | Does::Sessions) => self.list = !self.list,
+            Some(Does::Up) if list => self.selected = self.selected.checked_sub(1).unwrap_or(last),
+            Some(Does::Down) if list => {
+                self.selected = if self.selected == last {
+                    0
+                } else {
+                    self.selected + 1
+                }
+            }
+            Some(Does::Send) if list => {
+                if let Some(run) = view.runs.get(self.selected) {
+                    self.list = false;
+                    return vec![WatchAction::Select(run.pid)];
+                }
+            }
+            None if keys::typed(key) == Some('q') => return vec![WatchAction::Quit],
+            _ => {}
+        }
+        Vec::new()
+    }
+}
+
+/// Draws the watch screen.
+pub fn draw(frame: &mut Frame, view: &WatchView, ui: &mut WatchUi) {
+    let area = frame.area();
+    if area.is_empty() {
+        return;
+    }
+    let theme = ui.theme;
+    let margin = u16::from(area.width >= 20);
+    let inner = Rect {
+        x: area.x + margin,
+        width: area.width - 2 * margin,
+        ..area
+    };
+    let width = usize::from(inner.width);
+    let buffer = frame.buffer_mut();
+    let list = ui.shows_list(view);
+
+    let mut left = vec![Span::styled("qrun watch", theme.accent())];
+    let mut right = Vec::new();
+    if let Some(run) = view.run.as_ref().filter(|_| !list) {
+        left.push(Span::styled(
+            format!("  {}", text::one_line(&run.model)),
+            theme.text(),
+        ));
+        left.push(Span::styled(
+            format!("  {} {}", run.pid, text::one_line(&run.command)),
+            theme.dim(),
+        ));
+        let tokens = text::count(run.tokens);
+        right.push(Span::styled(
+            format!("{tokens} tokens in {}", text::elapsed(run.elapsed_s)),
+            theme.dim(),
+        ));
+    }
+    row(buffer, inner, 0, text::between(left, right, width));
+    if area.height < 3 {
+        return;
+    }
+    let keys = match (&view.notice, list) {
+        (Some(notice), _) => Span::styled(
+            format!("! {}", text::one_line(notice)),
+            theme.zone(Zone::Yellow),
+        ),
+        (None, true) if view.run.is_some() => Span::styled(
+            "↑ ↓ choose   Enter watches   Esc back   q leaves",
+            theme.dim(),
+        ),
+        (None, true) => Span::styled("↑ ↓ choose   Enter watches   q leaves", theme.dim()),
+        (None, false) if view.runs.len() > 1 => {
+            Span::styled("Tab other runs   q leaves", theme.dim())
+        }
+        (None, false) => Span::styled("q leaves", theme.dim()),
+    };
+    row(
+        buffer,
+        inner,
+        area.height - 1,
+        Line::from(text::clip(vec![keys], width)),
+    );
+    let top = if area.height >= 12 { 2 } else { 1 };
+    let body = Rect {
+        y: inner.y + top,
+        height: area.height - 1 - top,
+        ..inner
+    };
+    match (&view.run, list) {
+        (Some(run), false) => match &run.summary {
+            Some(summary) => {
+                let mut sections = vec![Section {
+                    rank: 0,
+                    lines: summarised(summary, width.min(60), theme),
+                    short: 8,
+                }];
+                sections.push(speed(run, width, 6, theme));
+                block(buffer, body, figures::fitted(sections, body.height.into()));
+            }
+            None => watched(buffer, body, run, theme),
+        },
+        _ => listed(buffer, body, view, ui.selected, theme),
+    }
+}
+
+fn row(buffer: &mut Buffer, area: Rect, y: u16, line: Line) {
+    line.render(
+        Rect {
+            y: area.y + y,
+            height: 1,
+            ..area
+        }
+        .intersection(area),
+        buffer,
+    );
+}
+
+fn block(buffer: &mut Buffer, area: Rect, lines: Vec<Line<'static>>) {
+    for (y, line) in (0..area.height).zip(lines) {
+        row(buffer, area, y, line);
+    }
+}
+
+/// The figures and their histories, in two columns where there is room.
+fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
+    let two = area.width >= 96;
+    let gap = 4;
+    let width = if two {
+        usize::from(area.width - gap) / 2
+    } else {
+        usize::from(area.width)
+    };
+    // As high as the room allows, so that a large screen is used.
+    let rows = usize::from(area.height);
+    let tall = if two {
+        (rows / 5).clamp(3, 10)
+    } else {
+        (rows / 8).clamp(2, 8)
+    };
+    let live = &run.live;
+    let history = &run.history;
+    let mut left = vec![
+        speed(run, width, tall + 1, theme),
+        Section {
+            rank: 2,
+            lines: acceptance(live, history, width, theme),
+            short: 1,
+        },
+        Section {
+            rank: 4,
+            lines: round(live.round.as_ref(), &history.rounds, width, theme),
+            short: 2,
+        },
+    ];
+    let mut right = vec![
+        Section {
+            rank: 1,
+            lines: memory(run, width, tall, theme),
+            short: 2,
+        },
+        Section {
+            rank: 3,
+            lines: context(run, width, tall.min(5), theme),
+            short: 2,
+        },
+        Section {
+            rank: 5,
+            lines: figures::prompt(live.prompt.as_ref(), live.reuse.as_ref(), width, theme),
+            short: 2,
+        },
+        Section {
+            rank: 6,
+            lines: figures::thermal(live.thermal.as_ref(), width, theme),
+            short: 1,
+        },
+    ];
+    if two {
+        let column = Rect {
+            width: (area.width - gap) / 2,
+            ..area
+        };
+        block(buffer, column, figures::fitted(left, rows));
+        let column = Rect {
+            x: area.right() - column.width,
+            ..column
+        };
+        block(buffer, column, figures::fitted(right, rows));
+    } else {
+        left.append(&mut right);
+        block(buffer, area, figures::fitted(left, rows));
+    }
+}
+
+fn speed(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Section {
+    let value = match run.live.decode_tps {
+        Some(tps) => Span::styled(format!("{} tok/s", text::speed(tps)), theme.accent()),
+        None => Span::styled("– tok/s", theme.dim()),
+    };
+    let mut lines = vec![figures::head("decode", value, width, theme)];
+    let values = &run.history.tps;
+    if !values.is_empty() {
+        let scale = rounded_up(figures::greatest(values));
+        lines.extend(
+            Plot {
+                values,
+                scale,
+                height,
+                percent: false,
+            }
+            .lines(width, |_| theme.accent(), theme),
+        );
+        lines.push(span_of_time(values.len(), run.history.slot_s, width, theme));
+    }
+    Section {
+        rank: 0,
+        lines,
+        short: 3,
+    }
+}
+
+/// A round number that is not less: 1, 2 or 5 and zeros.
+fn rounded_up(value: f32) -> f32 {
+    if !(value.is_finite() && value > 0.0) {
+        return 1.0;
+    }
+    let unit = 10f32.powf(value.log10().floor());
+    [1.0, 1.5, 2.0, 3.0, 4.0, 5.0, 6.0, 8.0]
+        .map(|step| step * unit)
+        .into_iter()
+        .find(|step| *step >= value)
+        .unwrap_or(10.0 * unit)
+}
+
+/// The time that a plot covers, below it.
+fn span_of_time(slots: usize, slot_s: f32, width: usize, theme: Theme) -> Line<'static> {
+    let seconds = (slots as f32 * slot_s).round().max(0.0) as u64;
+    let shown = slots.min(width.saturating_sub(PLOT_MARGIN));
+    let from = format!("−{}", text::elapsed(seconds));
+    let at = width
+        .saturating_sub(shown)
+        .min(width.saturating_sub(text::width(&from) + 4));
+    let left = vec![Span::raw(" ".repeat(at)), Span::styled(from, theme.faint())];
+    text::between(left, vec![Span::styled("now", theme.faint())], width)
+}
+
+/// One row of history per draft position.
+fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Vec<Line<'static>> {
+    let spec = &live.speculation;
+    let mut lines = figures::speculation(
+        &crate::view::Speculation {
+            by_position: Vec::new(),
+            ..spec.clone()
+        },
+        width,
+        theme,
+    );
+    if history.acceptance.is_empty() {
+        lines.extend(figures::by_position(&spec.by_position, width, theme));
+        return lines;
+    }
+    for (i, values) in history.acceptance.iter().enumerate() {
+        let now = spec
+            .by_position
+            .get(i)
+            .or(values.last())
+            .copied()
+            .unwrap_or(f32::NAN);
+        let label = format!("draft {:<2}", i + 1);
+        lines.push(history_row(
+            &label,
+            values,
+            1.0,
+            &format!("{:>5}", text::percent(now, true)),
+            width,
+            theme.accent(),
+            theme,
+        ));
+    }
+    lines
+}
+
+fn history_row(
+    label: &str,
+    values: &[f32],
+    scale: f32,
+    figure: &str,
+    width: usize,
+    style: ratatui::style::Style,
+    theme: Theme,
+) -> Line<'static> {
+    let left = Span::styled(format!("{label:<margin$}", margin = 10), theme.dim());
+    let right = Span::styled(format!(" {figure}"), theme.text());
+    let room = width.saturating_sub(text::width(&left.content) + text::width(&right.content));
+    let line = figures::sparkline(&figures::squeezed(values, room), room, scale, style);
+    Line::from(text::clip(vec![left, line, right], width))
+}
+
+/// The parts of a round now, and each over time.
+fn round(now: Option<&Round>, rounds: &[Round], width: usize, theme: Theme) -> Vec<Line<'static>> {
+    if rounds.is_empty() {
+        return figures::round(now, width, theme);
+    }
+    let mut lines = figures::round(now, width, theme);
+    lines.truncate(2);
+    let scale = rounds
+        .iter()
+        .flat_map(|r| r.parts().map(|p| p.1))
+        .filter(|v| v.is_finite())
+        .fold(0.0, f32::max);
+    for i in 0..Round::default().parts().len() {
+        let values: Vec<f32> = rounds.iter().map(|r| r.parts()[i].1).collect();
+        let ms = now.map_or(f32::NAN, |r| r.parts()[i].1);
+        let total: f32 = now.map_or(0.0, |r| r.parts().iter().map(|p| p.1.max(0.0)).sum());
+        let share = if total > 0.0 { ms / total } else { f32::NAN };
+        let (style, glyph) = theme.part(i);
+        let label = format!("{glyph} {}", Round::default().parts()[i].0);
+        let figure = format!(
+            "{:>8} {:>5}",
+            text::duration(ms),
+            text::percent(share, true)
+        );
+        lines.push(history_row(
+            &label, &values, scale, &figure, width, style, theme,
+        ));
+    }
+    lines
+}
+
+/// The gauge of now, and share and zone over time.
+fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
+    let mut lines = figures::memory(run.live.memory.as_ref(), width, theme);
+    let history = &run.history.memory;
+    if history.is_empty() || lines.is_empty() {
+        return lines;
+    }
+    let values: Vec<f32> = history.iter().map(|m| m.0).collect();
+    let slots = values.len().min(width.saturating_sub(PLOT_MARGIN)).max(1);
+    let zone = |share: f32| {
+        // The worst zone of the column's slots.
+        let column = (share * slots as f32).round() as usize;
+        let (from, to) = (
+            column * history.len() / slots,
+            (column + 1) * history.len() / slots,
+        );
+        let rank = |z: Zone| {
+            [Zone::Green, Zone::Yellow, Zone::Red]
+                .iter()
+                .position(|k| *k == z)
+        };
+        let zones = history
+            .get(from..to.max(from + 1).min(history.len()))
+            .unwrap_or_default();
+        zones
+            .iter()
+            .map(|m| m.1)
+            .max_by_key(|z| rank(*z))
+            .unwrap_or_default()
+    };
+    lines.extend(
+        Plot {
+            values: &values,
+            scale: 1.0,
+            height,
+            percent: true,
+        }
+        .lines(width, |at| theme.zone(zone(at)), theme),
+    );
+    // Without colours, and for those who do not see them: a mark below each column that is not green.
+    let marks: String = (0..slots)
+        .map(|i| match zone(i as f32 / slots as f32) {
+            Zone::Green => ' ',
+            Zone::Yellow => '▴',
+            Zone::Red => '■',
+        })
+        .collect();
+    if marks.trim() != "" {
+        let pad = " ".repeat(width.saturating_sub(slots + text::width("zone ")));
+        let style = theme.zone(Zone::Yellow);
+        lines.push(Line::from(text::clip(
+            vec![
+                Span::styled(format!("zone {pad}"), theme.dim()),
+                Span::styled(marks, style),
+            ],
+            width,
+        )));
+    }
+    lines
+}
+
+fn context(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
+    let mut lines = figures::context(run.live.context.as_ref(), width, theme);
+    let values = &run.history.context;
+    if !values.is_empty() {
+        let scale = rounded_up(figures::greatest(values));
+        lines.extend(
+            Plot {
+                values,
+                scale,
+                height,
+                percent: false,
+            }
+            .lines(width, |_| theme.dim(), theme),
+        );
+    }
+    lines
+}
+
+fn summarised(summary: &Summary, width: usize, theme: Theme) -> Vec<Line<'static>> {
+    let speed = |tps: Option<f32>| tps.map(|t| format!("{} tok/s", text::speed(t)));
+    let rows = [
+        ("time", Some(text::elapsed(summary.elapsed_s))),
+        ("prompt tokens", Some(text::count(summary.prompt_tokens))),
+        ("prompt speed", speed(summary.prompt_tps)),
+        ("tokens written", Some(text::count(summary.tokens))),
+        ("mean speed", speed(summary.mean_tps)),
+        ("best speed", speed(summary.best_tps)),
+        (
+            "drafts accepted",
+            summary.acceptance.map(|a| text::percent(a, false)),
+        ),
+        (
+            "tokens per pass",
+            summary.tokens_per_pass.map(|t| format!("{t:.2}")),
+        ),
+        ("most memory", Some(text::bytes(summary.peak_memory))),
+        (
+            "worst zone",
+            Some(format!("● {}", figures::zone_name(summary.zone))),
+        ),
+    ];
+    let mut lines = vec![figures::head(
+        "ended",
+        Span::styled(text::one_line(&summary.ended), theme.accent()),
+        width,
+        theme,
+    )];
+    lines.extend(
+        rows.into_iter()
+            .filter_map(|(label, value)| Some(figures::row(label, &value?, width, theme))),
+    );
+    lines
+}
+
+fn listed(buffer: &mut Buffer, area: Rect, view: &WatchView, selected: usize, theme: Theme) {
+    if view.runs.is_empty() {
+        row(
+            buffer,
+            area,
+            0,
+            Line::from(Span::styled(
+                "No qrun is running. This list fills by itself.",
+                theme.dim(),
+            )),
+        );
+        return;
+    }
+    let width = usize::from(area.width);
+    let selected = selected.min(view.runs.len() - 1);
+    let room = usize::from(area.height);
+    let first = (selected + 1).saturating_sub(room);
+    for (i, run) in view.runs.iter().enumerate().skip(first).take(room) {
+        let chosen = i == selected;
+        let style = if chosen { theme.chosen() } else { theme.text() };
+        let speed = run.tps.map_or("–".into(), text::speed);
+        let left = vec![
+            Span::styled(if chosen { "› " } else { "  " }, theme.accent()),
+            Span::styled(
+                format!("{:<8} {}", run.pid, text::one_line(&run.model)),
+                style,
+            ),
+            Span::styled(format!("  {}", text::one_line(&run.command)), theme.dim()),
+        ];
+        let right = vec![Span::styled(format!("{speed:>7} tok/s"), theme.dim())];
+        row(
+            buffer,
+            area,
+            u16::try_from(i - first).unwrap_or(0),
+            text::between(left, right, width),
+        );
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crossterm::event::{KeyCode, KeyEvent, KeyModifiers};
+
+    fn press(ui: &mut WatchUi, code: KeyCode, view: &WatchView) -> Vec<WatchAction> {
+        ui.handle(&Event::Key(KeyEvent::new(code, KeyModifiers::NONE)), view)
+    }
+
+    #[test]
+    fn a_run_is_chosen_from_the_list() {
+        let entry = |pid| RunEntry {
+            pid,
+            ..RunEntry::default()
+        };
+        let mut view = WatchView {
+            runs: vec![entry(7), entry(8)],
+            ..WatchView::default()
+        };
+        let mut ui = WatchUi::new(Theme::default());
+        assert_eq!(press(&mut ui, KeyCode::Down, &view), []);
+        assert_eq!(
+            press(&mut ui, KeyCode::Enter, &view),
+            [WatchAction::Select(8)]
+        );
+        view.run = Some(WatchRun {
+            pid: 8,
+            ..WatchRun::default()
+        });
+        assert_eq!(press(&mut ui, KeyCode::Enter, &view), []);
+        assert_eq!(press(&mut ui, KeyCode::Tab, &view), []);
+        assert_eq!(press(&mut ui, KeyCode::Up, &view), []);
+        assert_eq!(
+            press(&mut ui, KeyCode::Enter, &view),
+            [WatchAction::Select(7)]
+        );
+        assert_eq!(press(&mut ui, KeyCode::Tab, &view), []);
+        assert_eq!(press(&mut ui, KeyCode::Esc, &view), []);
+        assert_eq!(press(&mut ui, KeyCode::Esc, &view), [WatchAction::Quit]);
+        assert_eq!(
+            press(&mut ui, KeyCode::Char('q'), &view),
+            [WatchAction::Quit]
+        );
+    }
+
+    #[test]
+    fn scales_are_round_numbers() {
+        assert_eq!(rounded_up(42.0), 50.0);
+        assert_eq!(rounded_up(9.7), 10.0);
+        assert_eq!(rounded_up(100.0), 100.0);
+        assert_eq!(rounded_up(0.0), 1.0);
+        assert_eq!(rounded_up(f32::NAN), 1.0);
+    }
+}
