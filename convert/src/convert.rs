@@ -84,6 +84,14 @@ impl Plan {
             file_type.number(),
         ));
         metadata.extend(vocab::metadata(&checkpoint.dir, &config, &mut notes)?);
+        if file_type.base().is_quantized() && file_type != FileType::Q8_0 {
+            // The quantizer sets these two last, so the file is the one that it would make.
+            for key in ["general.quantization_version", "general.file_type"] {
+                let at = metadata.iter().position(|(k, _)| k == key);
+                let moved = at.map(|at| metadata.remove(at));
+                metadata.extend(moved);
+            }
+        }
         Ok(Self {
             checkpoint,
             file_type,
