@@ -8,7 +8,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context as _, Result, ensure};
 use ggml_metal::{Gguf, GgufWriter, Kind, TensorInfo, Value};
 
-use crate::output::{Interrupted, OutputFile, check_apart, check_room};
+use crate::output::{ClosedFile, Interrupted, OutputFile, check_apart, check_room};
 use crate::parts;
 
 /// Bytes copied at a time.
@@ -96,10 +96,10 @@ pub fn split(
             done += n;
             progress(done, total)
         })?;
-        finished.push(out);
+        finished.push(out.close());
     }
     // Names come last, so that an interruption leaves no part behind.
-    finished.into_iter().try_for_each(OutputFile::finish)?;
+    finished.into_iter().try_for_each(ClosedFile::finish)?;
     Ok(plan.into_iter().map(|(name, _)| name).collect())
 }
 
