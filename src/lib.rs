@@ -24,6 +24,7 @@ pub mod chat;
 pub mod engine;
 pub mod generate;
 pub mod grammar;
+pub mod imatrix;
 pub mod model;
 pub mod sampler;
 pub mod session;

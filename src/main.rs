@@ -23,6 +23,7 @@ fn main() -> ExitCode {
     };
     let verbose = match &cli.command {
         Some(Command::Perplexity(args)) => args.model.verbose,
+        Some(Command::Imatrix(args)) => args.model.verbose,
         Some(_) => false,
         None => cli.run.model.verbose,
     };
@@ -36,6 +37,9 @@ fn main() -> ExitCode {
         Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),
         Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),
         Some(Command::Perplexity(args)) => cmd::perplexity::run(args),
+        Some(Command::Quantize(args)) => cmd::quantize::run(args),
+        Some(Command::Gguf(command)) => cmd::gguf::run(command),
+        Some(Command::Imatrix(args)) => cmd::imatrix::run(args),
         Some(Command::Completions { shell }) => cmd::completions(*shell),
         Some(Command::Man) => cmd::man(),
     };
