@@ -57,6 +57,13 @@ pub enum Command {
     Tune(TuneArgs),
     /// Checks that speculation gives the same text as plain decoding.
     Verify(VerifyArgs),
+    /// Gives a model's matrices types of fewer bits.
+    Quantize(QuantizeArgs),
+    /// Splits, merges and edits GGUF files.
+    #[command(subcommand)]
+    Gguf(GgufCommand),
+    /// Measures which columns of a model's matrices matter, for `quantize --imatrix`.
+    Imatrix(ImatrixArgs),
     /// Prints a completion script for a shell.
     Completions {
         /// The shell.
@@ -438,8 +445,8 @@ pub struct ConvertArgs {
     #[arg(long)]
     pub no_mtp: bool,
 
-    /// Write several files, none with more bytes of tensors than this: 4G, 500M or a number
-    #[arg(long, value_name = "N", value_parser = parse_size)]
+    /// Write parts with at most these bytes of tensors: a number with K, M or G for thousands, millions or billions
+    #[arg(long, value_name = "N[K|M|G]", value_parser = parse_size)]
     pub split_max_size: Option<u64>,
 
     /// Print what would be written, and write nothing
@@ -459,19 +466,8 @@ pub struct ConvertArgs {
     pub threads: Option<u16>,
 }
 
-/// Bytes, with llama.cpp's decimal units.
 fn parse_size(text: &str) -> Result<u64, String> {
-    let (digits, unit) = match text.as_bytes().last() {
-        Some(b'K' | b'k') => (&text[..text.len() - 1], 1_000),
-        Some(b'M' | b'm') => (&text[..text.len() - 1], 1_000_000),
-        Some(b'G' | b'g') => (&text[..text.len() - 1], 1_000_000_000),
-        _ => (text, 1),
-    };
-    digits
-        .parse::<u64>()
-        .ok()
-        .and_then(|n| n.checked_mul(unit))
-        .filter(|&n| n > 0)
+    convert::split::parse_size(text)
         .ok_or_else(|| "expected a number of bytes, such as 4G or 500M".to_owned())
 }
 
@@ -586,6 +582,154 @@ pub struct VerifyArgs {
     /// How to guess tokens ahead.
     #[command(flatten)]
     pub spec: SpecArgs,
+}
+
+/// Arguments of `quantize`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Types, from most bits to fewest: F32, F16, BF16, Q8_0, Q6_K, Q5_K_M, Q5_K_S, Q5_1, Q5_0, Q4_K_M, \
+    Q4_K_S, Q4_1, Q4_0, IQ4_NL, IQ4_XS, Q3_K_L, Q3_K_M, Q3_K_S, IQ3_M, IQ3_S, IQ3_XS, IQ3_XXS, Q2_K, Q2_K_S, IQ2_M, \
+    IQ2_S, IQ2_XS, IQ2_XXS, IQ1_M, IQ1_S. Those from IQ3_XS down, but for Q2_K, need an importance matrix. Types of \
+    single tensors are ggml's: f16, q8_0, q6_K, iq4_nl ..."
+)]
+pub struct QuantizeArgs {
+    /// GGUF file, any part of a split one
+    #[arg(value_name = "IN.gguf")]
+    pub input: PathBuf,
+
+    /// File to write
+    #[arg(value_name = "OUT.gguf")]
+    pub output: PathBuf,
+
+    /// What to make of it, such as Q4_K_M (all of them below)
+    #[arg(value_name = "TYPE")]
+    pub file_type: String,
+
+    /// Importance matrix, as `qrun imatrix` or llama-imatrix make it
+    #[arg(long, value_name = "FILE")]
+    pub imatrix: Option<PathBuf>,
+
+    /// Type of the tensors whose names match a regular expression (several times: the first match counts)
+    #[arg(long, value_name = "REGEX=TYPE")]
+    pub tensor_type: Vec<String>,
+
+    /// Type of the output matrix
+    #[arg(long, value_name = "TYPE")]
+    pub output_tensor_type: Option<String>,
+
+    /// Type of the token embedding
+    #[arg(long, value_name = "TYPE")]
+    pub token_embedding_type: Option<String>,
+
+    /// Type of the draft head's matrices
+    #[arg(long, value_name = "TYPE")]
+    pub mtp_type: Option<String>,
+
+    /// Convert matrices that are quantized already, which loses twice
+    #[arg(long)]
+    pub allow_requantize: bool,
+
+    /// Threads [default: performance cores]
+    #[arg(short, long, value_name = "N", env = "QRUN_THREADS", value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub threads: Option<u16>,
+
+    /// Print what would be done, and do nothing
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// What `gguf` does.
+#[derive(Subcommand, Debug)]
+pub enum GgufCommand {
+    /// Cuts a file into parts, named OUT-00001-of-0000N.gguf.
+    Split(SplitArgs),
+    /// Puts the parts of a split file together again.
+    Merge(MergeArgs),
+    /// Changes metadata.
+    Set(SetArgs),
+}
+
+/// Arguments of `gguf split`.
+#[derive(Args, Debug)]
+pub struct SplitArgs {
+    /// GGUF file
+    #[arg(value_name = "IN.gguf")]
+    pub input: PathBuf,
+
+    /// Name of the parts, without their numbers
+    #[arg(value_name = "OUT")]
+    pub output: PathBuf,
+
+    /// Bytes of tensors in a part: a number with K, M or G for thousands, millions or billions
+    #[arg(long, value_name = "N[K|M|G]", conflicts_with = "split_max_tensors")]
+    pub split_max_size: Option<String>,
+
+    /// Tensors in a part [default: 128]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub split_max_tensors: Option<u32>,
+
+    /// Print the parts, and write nothing
+    #[arg(long)]
+    pub dry_run: bool,
+}
+
+/// Arguments of `gguf merge`.
+#[derive(Args, Debug)]
+pub struct MergeArgs {
+    /// Any part
+    #[arg(value_name = "PART.gguf")]
+    pub input: PathBuf,
+
+    /// File to write
+    #[arg(value_name = "OUT.gguf")]
+    pub output: PathBuf,
+}
+
+/// Arguments of `gguf set`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "A value keeps the type that its key has in the file. For a new key it is text, unless it reads as \
+    true or false (bool), a whole number (u32, or i64 where that does not hold it), another number (f32), or a JSON list \
+    of these. `KEY=TYPE:VALUE` chooses the type: u8, i8, u16, i16, u32, i32, u64, i64, f32, f64, bool or str, also for \
+    the elements of a list: general.tags='str:[\"a\",\"b\"]'.\n\nThe file is changed in place where the new metadata \
+    takes the place of the old exactly; tensors are not touched. Otherwise it is written anew beside it, tensors copied \
+    as they are, and replaced when complete."
+)]
+pub struct SetArgs {
+    /// GGUF file
+    pub file: PathBuf,
+
+    /// Keys and their new values
+    #[arg(value_name = "KEY=VALUE", required_unless_present = "remove")]
+    pub set: Vec<String>,
+
+    /// Remove a key (may be given several times)
+    #[arg(long, value_name = "KEY")]
+    pub remove: Vec<String>,
+
+    /// Write to another file and leave this one as it is
+    #[arg(short, long, value_name = "OUT.gguf")]
+    pub output: Option<PathBuf>,
+}
+
+/// Arguments of `imatrix`.
+#[derive(Args, Debug)]
+pub struct ImatrixArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// The text
+    #[arg(short, long, value_name = "FILE")]
+    pub file: PathBuf,
+
+    /// File to write
+    #[arg(short, long, value_name = "FILE", default_value = "imatrix.gguf")]
+    pub output: PathBuf,
+
+    /// At most N chunks of the text
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub chunks: Option<u32>,
 }
 
 /// llama.cpp's flags of several letters after one dash, and what they are called here.

@@ -25,6 +25,7 @@ pub mod conversation;
 pub mod engine;
 pub mod generate;
 pub mod grammar;
+pub mod imatrix;
 pub mod model;
 pub mod reuse;
 pub mod sampler;

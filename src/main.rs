@@ -25,6 +25,7 @@ fn main() -> ExitCode {
         Some(Command::Perplexity(args)) => args.model.verbose,
         Some(Command::Tune(args)) => args.model.verbose,
         Some(Command::Verify(args)) => args.model.verbose,
+        Some(Command::Imatrix(args)) => args.model.verbose,
         Some(_) => false,
         None => cli.run.model.verbose,
     };
@@ -40,6 +41,9 @@ fn main() -> ExitCode {
         Some(Command::Perplexity(args)) => cmd::perplexity::run(args),
         Some(Command::Tune(args)) => cmd::tune::run(args),
         Some(Command::Verify(args)) => cmd::verify::run(args),
+        Some(Command::Quantize(args)) => cmd::quantize::run(args),
+        Some(Command::Gguf(command)) => cmd::gguf::run(command),
+        Some(Command::Imatrix(args)) => cmd::imatrix::run(args),
         Some(Command::Completions { shell }) => cmd::completions(*shell),
         Some(Command::Man) => cmd::man(),
     };

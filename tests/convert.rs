@@ -928,28 +928,12 @@ fn the_embedded_demo_is_rebuilt_from_its_checkpoint() {
     let plan = convert::quantize::Plan::new(&parts, &options).unwrap();
     let rebuilt = case.folder.path().join("rebuilt.gguf");
     plan.write(&rebuilt, &mut |_, _| true).unwrap();
-    assert!(contents(&rebuilt) == contents(&demo()));
-    let sorted = |path: &Path| {
-        let mut all = metadata(path);
-        all.sort_by(|a, b| a.0.cmp(&b.0));
-        all
-    };
-    assert_eq!(sorted(&rebuilt), sorted(&demo()));
-    println!(
-        "whole file equal: {}",
-        std::fs::read(&rebuilt).unwrap() == std::fs::read(demo()).unwrap()
-    );
+    let embedded = std::fs::read(demo()).unwrap();
+    assert!(std::fs::read(&rebuilt).unwrap() == embedded);
+    // In one step, which goes by BF16: no value of this model is too small for a half.
     let dir = shared("models/demo").unwrap();
     let (direct, _) = case.converted(&dir, FileType::Q4_K_M);
-    let (direct, embedded) = (contents(&direct), contents(&demo()));
-    let differing = direct
-        .iter()
-        .filter(|(name, tensor)| embedded[*name] != **tensor)
-        .count();
-    println!(
-        "straight from BF16: {differing} tensors of {} differ",
-        direct.len()
-    );
+    assert!(std::fs::read(direct).unwrap() == embedded);
 }
 
 #[test]
@@ -1100,7 +1084,7 @@ fn bad_files_get_one_clear_line() {
     let dir = changed(&|m| m.config["text_config"]["num_attention_heads"] = json!(4));
     bad(&dir, &["o_proj", "config.json"]);
     let dir = changed(&|m| m.config["text_config"]["num_hidden_layers"] = json!(5));
-    bad(&dir, &["is missing"]);
+    bad(&dir, &["layer_types", "4 entries for 5 layers"]);
     let dir = changed(&|m| m.config["text_config"]["layer_types"] = json!(["full_attention"]));
     bad(&dir, &["layer_types", "1 entries"]);
     let dir = changed(&|m| m.config["architectures"] = json!(["LlamaForCausalLM"]));

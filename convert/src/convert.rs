@@ -17,10 +17,11 @@ use crate::checkpoint::{Checkpoint, Dtype};
 use crate::hf_config::{HfConfig, Quantization};
 use crate::map::{Mtp, Output, Rule, TensorMap};
 use crate::metadata::{self, Meta, Metadata};
-use crate::output::{Interrupted, OutputFile, check_apart};
+use crate::output::{ClosedFile, Interrupted, OutputFile, check_apart};
 use crate::parts;
 use crate::recipe::{self, FileType, Overrides, Shape, Subject};
 use crate::rows::{Encoding, Source};
+use crate::split::{self, Limit};
 use crate::vocab;
 
 /// Values that one thread converts at a time: their floats stay in its cache.
@@ -84,6 +85,14 @@ impl Plan {
             file_type.number(),
         ));
         metadata.extend(vocab::metadata(&checkpoint.dir, &config, &mut notes)?);
+        if file_type.base().is_quantized() && file_type != FileType::Q8_0 {
+            // The quantizer sets these two last, so the file is the one that it would make.
+            for key in ["general.quantization_version", "general.file_type"] {
+                let at = metadata.iter().position(|(k, _)| k == key);
+                let moved = at.map(|at| metadata.remove(at));
+                metadata.extend(moved);
+            }
+        }
         Ok(Self {
             checkpoint,
             file_type,
@@ -117,22 +126,9 @@ impl Plan {
 
     /// The files that writing to `path` makes, with the tensors of each.
     pub fn files(&self, path: &Path) -> Vec<(PathBuf, Range<usize>)> {
-        let limit = self.split_max_size.unwrap_or(u64::MAX);
-        let mut ranges: Vec<Range<usize>> = Vec::new();
-        let mut held = 0;
-        for (i, (output, dtype)) in self.tensors().enumerate() {
-            let size = bytes(output, dtype) as u64;
-            match ranges.last_mut() {
-                Some(range) if held + size <= limit => {
-                    range.end = i + 1;
-                    held += size;
-                }
-                _ => {
-                    ranges.push(i..i + 1);
-                    held = size;
-                }
-            }
-        }
+        let sizes = self.tensors().map(|(output, dtype)| bytes(output, dtype));
+        let limit = Limit::Bytes(self.split_max_size.unwrap_or(u64::MAX));
+        let ranges = split::ranges(sizes, limit);
         let n = ranges.len();
         let name = |i| match self.split_max_size {
             Some(_) => parts::name(path, i, n),
@@ -184,12 +180,12 @@ impl Plan {
             let needed = if i == 0 { sizes.iter().sum() } else { sizes[i] };
             let mut file = OutputFile::create(&path, needed)?;
             work.file(&mut file, &path, &header, range)?;
-            finished.push(file);
+            finished.push(file.close());
         }
         for file in &self.checkpoint.files {
             file.check_length()?;
         }
-        finished.into_iter().try_for_each(OutputFile::finish)
+        finished.into_iter().try_for_each(ClosedFile::finish)
     }
 
     /// The header of one of `n` files.

@@ -298,8 +298,6 @@ impl TensorMap {
             (dtype, ..) => Encoding::Plain(dtype),
         };
         Ok(Source {
-            tensor: input.tensor,
-            n_rows: input.n_rows,
             n_cols: input.n_cols,
             data: checkpoint.data(tensor),
             encoding,
@@ -978,6 +976,10 @@ impl Blocks {
     }
 }
 
+/// Medians below the first are those of norms around zero, above the second those of whole factors.
+const LOW: f32 = 0.35;
+const HIGH: f32 = 0.75;
+
 /// What the norms of a group of layers look like.
 struct NormStatistics {
     n: usize,
@@ -1012,7 +1014,12 @@ impl NormStatistics {
     /// 0 and 1 in both conventions, so the middle of many is looked at; and because MLX transposes the convolution
     /// and adds the one in the same step, it takes a clear value to believe the opposite of what the layout says.
     fn zero_centred(&self, mlx: bool) -> bool {
-        self.median < if mlx { 0.35 } else { 0.75 }
+        self.median < if mlx { LOW } else { HIGH }
+    }
+
+    /// True where the values alone do not tell.
+    fn unclear(&self) -> bool {
+        (LOW..HIGH).contains(&self.median)
     }
 }
 
@@ -1046,9 +1053,11 @@ fn decide_norms(
             statistics.n,
             statistics.median
         ));
-        if add == mlx {
+        if statistics.unclear() {
+            notes.push("norms: their values alone would not tell, the layout decided; --verify shows whether it was right".to_owned());
+        } else if add == mlx {
             notes.push(format!(
-                "norms: that is unusual in {layout}'s layout; check the result with --verify"
+                "norms: that is unusual in {layout}'s layout; --verify shows whether it is right"
             ));
         }
     }

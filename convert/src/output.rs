@@ -5,7 +5,7 @@ use std::io::{self, Write};
 use std::path::{Path, PathBuf};
 
 use anyhow::{Context as _, Result, bail, ensure};
-use tempfile::NamedTempFile;
+use tempfile::{NamedTempFile, TempPath};
 
 /// The work was stopped from outside; nothing was left behind.
 #[derive(Debug, thiserror::Error)]
@@ -75,12 +75,35 @@ impl OutputFile {
     /// # Errors
     /// When the system refuses; the temporary file is removed.
     pub fn finish(self) -> Result<()> {
+        self.close().finish()
+    }
+
+    /// Closes the file while it still has its temporary name: for several files that appear together.
+    pub fn close(self) -> ClosedFile {
+        ClosedFile {
+            file: self.file.into_temp_path(),
+            path: self.path,
+        }
+    }
+}
+
+/// A complete file under its temporary name; removed unless it is given its own.
+pub struct ClosedFile {
+    file: TempPath,
+    path: PathBuf,
+}
+
+impl ClosedFile {
+    /// Gives the file its name.
+    ///
+    /// # Errors
+    /// When the system refuses; the temporary file is removed.
+    pub fn finish(self) -> Result<()> {
         let path = self.path;
         self.file
             .persist(&path)
             .map_err(|e| e.error)
-            .with_context(|| format!("writing {}", path.display()))?;
-        Ok(())
+            .with_context(|| format!("writing {}", path.display()))
     }
 }
 

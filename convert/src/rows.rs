@@ -7,10 +7,6 @@ use crate::checkpoint::Dtype;
 
 /// A tensor of the checkpoint as rows of equal length.
 pub struct Source<'a> {
-    /// Which tensor of the checkpoint, for messages and to let go of its pages.
-    pub tensor: usize,
-    /// Rows.
-    pub n_rows: usize,
     /// Values in a row.
     pub n_cols: usize,
     /// The stored values.
@@ -220,8 +216,6 @@ mod tests {
     fn blocks_take_their_own_scale() {
         // Two stacked matrices of 3 x 3, blocks of 2 x 2: scales are 2 x 2 for each.
         let source = Source {
-            tensor: 0,
-            n_rows: 6,
             n_cols: 3,
             data: &[0x38; 18],
             encoding: Encoding::Fp8 {

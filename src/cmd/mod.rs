@@ -1,9 +1,12 @@
 //! The commands: arguments in, engine calls, exit code out.
 
 pub mod convert;
+pub mod gguf;
+pub mod imatrix;
 pub mod inspect;
 pub mod model;
 pub mod perplexity;
+pub mod quantize;
 pub mod run;
 pub mod tokens;
 pub mod tune;

@@ -4,6 +4,8 @@
 //! fastest dimension first; every node has a name, so that any of them can be dumped and compared. Only
 //! operations that Metal supports are used (a test walks every node).
 
+use std::cell::{Cell, RefCell};
+
 use anyhow::{Context as _, Result};
 use ggml_metal::{Backend, Context, DType, DeviceKind, Graph, Tensor};
 
@@ -53,6 +55,36 @@ pub struct TrunkGraph {
     /// The best token of each row, `[n_outputs]` I32, and its logit.
     best: Option<(Tensor, Tensor)>,
     head_logits: Option<Tensor>,
+    observed: Vec<Observed>,
+}
+
+/// What a pass saw of the inputs of one weight, for importance matrices.
+pub struct Observed {
+    /// The weight's name.
+    pub weight: String,
+    /// Its inputs.
+    pub inputs: ObservedInputs,
+}
+
+/// See [`Observed`].
+#[derive(Clone)]
+pub enum ObservedInputs {
+    /// Squares summed over all inputs, `[1, n_in]`.
+    Sum {
+        /// The sums.
+        squares: Tensor,
+        /// How many inputs there were.
+        count: usize,
+    },
+    /// The inputs of experts, to be told apart by those who know the choice.
+    Experts {
+        /// `[n_in, 1 or n_used, n_tokens]`
+        x: Tensor,
+        /// The experts chosen, `[n_used, n_tokens]` I32.
+        chosen: Tensor,
+        /// Experts in all.
+        n_expert: usize,
+    },
 }
 
 /// Inputs of a pass, set before computing.
@@ -95,7 +127,40 @@ impl TrunkGraph {
         backends: &[Backend],
         shape: TrunkShape,
     ) -> Result<Self> {
-        let context = Context::new(node_capacity(config, 1))?;
+        Self::describe(config, model, state, backends, shape, None)
+    }
+
+    /// As [`TrunkGraph::new`] for a pass that observes the inputs of all weights inside layers, those of the draft
+    /// head where the shape has [`HeadPass::Logits`]; it computes no logits for them.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn observing(
+        config: &Config,
+        model: &Model<Tensor>,
+        state: &State,
+        backends: &[Backend],
+        shape: TrunkShape,
+    ) -> Result<Self> {
+        let observer = Observer::default();
+        let mut graph = Self::describe(config, model, state, backends, shape, Some(&observer))?;
+        graph.observed = observer.seen.into_inner();
+        Ok(graph)
+    }
+
+    fn describe(
+        config: &Config,
+        model: &Model<Tensor>,
+        state: &State,
+        backends: &[Backend],
+        shape: TrunkShape,
+        observer: Option<&Observer>,
+    ) -> Result<Self> {
+        let capacity = match observer {
+            Some(_) => 2 * node_capacity(config, 1),
+            None => node_capacity(config, 1),
+        };
+        let context = Context::new(capacity)?;
         let ctx = &context;
         let inputs = Inputs::new(
             ctx,
@@ -110,9 +175,12 @@ impl TrunkGraph {
             inputs: &inputs,
             n_tokens: shape.n_tokens as i64,
             n_kv: shape.n_kv as i64,
-            joins: shape.n_tokens > 1 || backends[0].device().kind() == DeviceKind::Cpu,
+            // What is observed is named after the matrices of the file.
+            joins: observer.is_none()
+                && (shape.n_tokens > 1 || backends[0].device().kind() == DeviceKind::Cpu),
             n_slots: state.n_slots(),
             back: shape.back,
+            observer,
         };
 
         let selects = (1..shape.n_tokens).contains(&shape.n_outputs);
@@ -161,7 +229,13 @@ impl TrunkGraph {
             logits: logits.filter(|_| !shape.best),
             best,
             head_logits,
+            observed: Vec::new(),
         })
+    }
+
+    /// What the pass sees of the weights' inputs, to be read after computing.
+    pub fn observed(&self) -> &[Observed] {
+        &self.observed
     }
 
     /// The shape it was made for.
@@ -315,6 +389,7 @@ impl DraftGraph {
                 joins: backends[0].device().kind() == DeviceKind::Cpu,
                 n_slots: state.n_slots(),
                 back: shape.back,
+                observer: None,
             };
             let token = tokens.last().unwrap_or(&input.tokens);
             let embd = ctx.get_rows(&mtp.embed_tokens, token);
@@ -555,11 +630,72 @@ struct Pass<'a> {
     n_slots: usize,
     /// The slot that the pass begins from.
     back: usize,
+    observer: Option<&'a Observer>,
+}
+
+/// Collects what a pass sees while it is described.
+#[derive(Default)]
+struct Observer {
+    /// Rows at the start that are left out: the draft head's first has no hidden state before it.
+    skip: Cell<i64>,
+    seen: RefCell<Vec<Observed>>,
+    /// Inputs seen before: several weights share one.
+    known: RefCell<Vec<(Tensor, ObservedInputs)>>,
+}
+
+impl Observer {
+    fn see(&self, w: &Tensor, x: &Tensor, make: impl FnOnce() -> ObservedInputs) {
+        let weight = w.name();
+        // The output matrix is used with high precision anyway.
+        if !weight.starts_with("blk.") {
+            return;
+        }
+        let mut known = self.known.borrow_mut();
+        let before = known.iter().find(|(other, _)| other.is_same(x));
+        let inputs = before.map_or_else(make, |(_, inputs)| inputs.clone());
+        known.push((x.clone(), inputs.clone()));
+        self.seen.borrow_mut().push(Observed { weight, inputs });
+    }
+
+    fn linear(&self, ctx: &Context, w: &Tensor, x: &Tensor) {
+        self.see(w, x, || {
+            let (skip, n) = (self.skip.get(), x.ne(1) - self.skip.get());
+            let rows = ctx.view(x, &[x.ne(0), n], &[x.nb(1)], skip as usize * x.nb(1));
+            let squares = ctx.mul(&rows, &rows);
+            let squares = ctx.sum_rows(&ctx.cont(&ctx.transpose(&squares))); // [1, n_in]
+            ctx.output(&squares);
+            ObservedInputs::Sum {
+                squares,
+                count: n as usize,
+            }
+        });
+    }
+
+    fn experts(&self, ctx: &Context, w: &Tensor, x: &Tensor, chosen: &Tensor) {
+        let n_expert = w.ne(2) as usize;
+        self.see(w, x, || {
+            let (skip, n) = (self.skip.get(), x.ne(2) - self.skip.get());
+            let from = |t: &Tensor, shape: &[i64], strides: &[usize]| {
+                let offset = skip as usize * strides[strides.len() - 1];
+                let kept = ctx.cont(&ctx.view(t, shape, strides, offset));
+                ctx.output(&kept);
+                kept
+            };
+            ObservedInputs::Experts {
+                x: from(x, &[x.ne(0), x.ne(1), n], &[x.nb(1), x.nb(2)]),
+                chosen: from(chosen, &[chosen.ne(0), n], &[chosen.nb(1)]),
+                n_expert,
+            }
+        });
+    }
 }
 
 impl Pass<'_> {
     /// Every product with a weight matrix: `[n_in, n_out]` and `[n_in, n]` give `[n_out, n]`.
     fn linear(&self, w: &Tensor, x: &Tensor) -> Tensor {
+        if let Some(observer) = self.observer {
+            observer.linear(self.ctx, w, x);
+        }
         self.ctx.mul_mat(w, x)
     }
 
@@ -575,6 +711,15 @@ impl Pass<'_> {
         ctx.output(&places);
         ctx.output(&values);
         (places, values)
+    }
+
+    /// Every product with the experts' matrices: `[n_in, n_out, n_expert]`, `[n_in, 1 or n_used, n]` and
+    /// `[n_used, n]` give `[n_out, n_used, n]`.
+    fn expert_linear(&self, w: &Tensor, x: &Tensor, chosen: &Tensor) -> Tensor {
+        if let Some(observer) = self.observer {
+            observer.experts(self.ctx, w, x, chosen);
+        }
+        self.ctx.mul_mat_id(w, x, chosen)
     }
 
     /// RMS norm of each row times `weight`, which holds `1 + w` as stored in GGUF.
@@ -931,11 +1076,11 @@ impl Pass<'_> {
         let columns = ctx.reshape(x, &[n_embd, 1, n]);
         let hidden = match &w.gate_up {
             GateUp::Separate { gate, up } => ctx.swiglu(
-                &ctx.mul_mat_id(gate, &columns, &chosen),
-                &ctx.mul_mat_id(up, &columns, &chosen),
+                &self.expert_linear(gate, &columns, &chosen),
+                &self.expert_linear(up, &columns, &chosen),
             ),
             GateUp::Fused(gate_up) => {
-                let both = ctx.mul_mat_id(gate_up, &columns, &chosen); // [2 * n_ff, n_used, n]
+                let both = self.expert_linear(gate_up, &columns, &chosen); // [2 * n_ff, n_used, n]
                 let n_ff = both.ne(0) / 2;
                 let half = |offset: usize| {
                     ctx.view(&both, &[n_ff, n_used, n], &[both.nb(1), both.nb(2)], offset)
@@ -943,7 +1088,7 @@ impl Pass<'_> {
                 ctx.swiglu(&half(0), &half(n_ff as usize * both.nb(0)))
             }
         };
-        let out = ctx.mul_mat_id(&w.down_exps, &hidden, &chosen); // [n_embd, n_used, n]
+        let out = self.expert_linear(&w.down_exps, &hidden, &chosen); // [n_embd, n_used, n]
         let out = ctx.mul(&out, &weights);
         let expert = |i: i64| ctx.view(&out, &[n_embd, n], &[out.nb(2)], i as usize * out.nb(1));
         let routed = match n_used {
@@ -1025,8 +1170,14 @@ impl Pass<'_> {
             let earlier = ctx.view(hidden, &[n_embd, n - 1], &[hidden.nb(1)], 0);
             ctx.concat(&last, &earlier, 1)
         };
+        if let Some(observer) = self.observer {
+            observer.skip.set(1);
+        }
         let logits = if what == HeadPass::Logits {
             let out = self.head(w, state, &embd, &before);
+            if self.observer.is_some() {
+                return None;
+            }
             let logits = self.linear(&w.head, &out).named("head_logits");
             ctx.output(&logits); // [n_vocab, n]
             Some(logits)
