@@ -230,6 +230,16 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
             n_nodes += assert_all_taken(draft.unwrap().graph(), &what);
             n_graphs += 1;
         }
+        let shape = TrunkShape {
+            n_tokens: 64,
+            n_kv: KV_PAD,
+            n_outputs: 0,
+            head: HeadPass::Logits,
+        };
+        let observing =
+            TrunkGraph::observing(config, model, &state, engine.backends(), shape).unwrap();
+        n_nodes += assert_all_taken(observing.graph(), &format!("{dtype}, observing"));
+        n_graphs += 1;
     }
     println!("{}: {n_graphs} graphs, {n_nodes} nodes", path.display());
     (n_graphs, n_nodes)

@@ -22,6 +22,8 @@ use crate::recipe::{self, FileType, Overrides, Shape, Subject};
 const FORMAT_VERSION: i128 = 2;
 /// Values that one thread converts at a time: their floats stay in its cache.
 const CHUNK: usize = 1 << 14;
+/// Padding between tensors.
+static ZEROS: [u8; GgufWriter::ALIGNMENT] = [0; GgufWriter::ALIGNMENT];
 /// Values converted between two writes.
 const SLAB: usize = 1 << 23;
 
@@ -269,8 +271,9 @@ impl<'a> Plan<'a> {
                     return Err(Interrupted.into());
                 }
             }
+            // Not a buffer of its own: those written come back to be filled again.
             let padding = padded(step.bytes()) - step.bytes();
-            if !put(Cow::Owned(vec![0; padding])) {
+            if !put(Cow::Borrowed(&ZEROS[..padding])) {
                 return Ok(());
             }
         }

@@ -462,9 +462,8 @@ fn what_cannot_be_quantized_is_refused_in_one_line() {
 fn one_matrix(folder: &Path, value: f32) -> PathBuf {
     let path = folder.join("one.gguf");
     let mut writer = GgufWriter::new(1).unwrap();
-    for (key, text) in [("general.architecture", "qwen35")] {
-        writer.set(key, &Value::Str(text.to_owned())).unwrap();
-    }
+    let arch = Value::Str("qwen35".to_owned());
+    writer.set("general.architecture", &arch).unwrap();
     writer.set("qwen35.block_count", &Value::Int(1)).unwrap();
     writer
         .add_tensor("blk.0.attn_q.weight", &[64, 40], DType::F32)
