@@ -225,8 +225,8 @@ impl Ui {
             Does::LineDown => self.transcript.scroll(1),
             Does::PageUp => self.transcript.scroll_page(-1),
             Does::PageDown => self.transcript.scroll_page(1),
-            Does::Start => self.transcript.to_start(),
-            Does::End => self.transcript.to_end(),
+            Does::Start => self.transcript.go_to_start(),
+            Does::End => self.transcript.go_to_end(),
             Does::Undo => self.editor.undo(),
             Does::Redo => self.editor.redo(),
             Does::Left => self.editor.left(),
@@ -277,7 +277,7 @@ impl Ui {
             self.written();
         } else {
             self.dismissed = view.notices.len();
-            self.transcript.to_end();
+            self.transcript.go_to_end();
         }
         Vec::new()
     }
@@ -295,7 +295,7 @@ impl Ui {
             self.say(Level::Info, "there is no answer to make again");
             return Vec::new();
         }
-        self.transcript.to_end();
+        self.transcript.go_to_end();
         vec![Action::Regenerate]
     }
 
@@ -330,7 +330,7 @@ impl Ui {
         }
         self.remember(text.clone());
         self.dismissed = view.notices.len();
-        self.transcript.to_end();
+        self.transcript.go_to_end();
         let edited = self
             .editing
             .take()
