@@ -374,8 +374,16 @@ impl Ui {
     /// Another entry of the history, as Up and Down choose it; past the newest, what was written before.
     fn recall(&mut self, by: isize) {
         let (at, draft) = match self.recalled.take() {
-            Some((at, draft)) => (at, draft),
-            None => (self.history.len(), self.editor.text().to_string()),
+            // An entry that was changed since is a draft of its own.
+            Some((at, draft))
+                if self
+                    .history
+                    .get(at)
+                    .is_some_and(|e| e == self.editor.text()) =>
+            {
+                (at, draft)
+            }
+            _ => (self.history.len(), self.editor.text().to_string()),
         };
         let to = at.saturating_add_signed(by).min(self.history.len());
         match self.history.get(to) {

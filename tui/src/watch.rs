@@ -12,7 +12,7 @@ use crate::figures::{self, PLOT_MARGIN, Plot, Section};
 use crate::keys::{self, Does};
 use crate::text;
 use crate::theme::Theme;
-use crate::view::{Live, Round, Zone};
+use crate::view::{Live, Round, Speculation, Zone};
 
 /// Everything that the watch screen shows.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -281,7 +281,7 @@ fn block(buffer: &mut Buffer, area: Rect, lines: Vec<Line<'static>>) {
 
 /// The figures and their histories, in two columns where there is room.
 fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
-    let two = area.width >= 96;
+    let two = area.width >= 76;
     let gap = 4;
     let width = if two {
         usize::from(area.width - gap) / 2
@@ -299,15 +299,11 @@ fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
     let history = &run.history;
     let mut left = vec![
         speed(run, width, tall + 1, theme),
-        Section {
-            rank: 2,
-            lines: acceptance(live, history, width, theme),
-            short: 1,
-        },
+        acceptance(live, history, width, theme),
         Section {
             rank: 4,
             lines: round(live.round.as_ref(), &history.rounds, width, theme),
-            short: 2,
+            short: usize::MAX, // the parts have no meaning without their names
         },
     ];
     let mut right = vec![
@@ -404,20 +400,20 @@ fn span_of_time(slots: usize, slot_s: f32, width: usize, theme: Theme) -> Line<'
     text::between(left, vec![Span::styled("now", theme.faint())], width)
 }
 
-/// One row of history per draft position.
-fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Vec<Line<'static>> {
+/// One row of history per draft position, then what comes of it.
+fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Section {
     let spec = &live.speculation;
     let mut lines = figures::speculation(
-        &crate::view::Speculation {
+        &Speculation {
             by_position: Vec::new(),
             ..spec.clone()
         },
         width,
         theme,
     );
+    let details = lines.split_off(lines.len().min(1));
     if history.acceptance.is_empty() {
         lines.extend(figures::by_position(&spec.by_position, width, theme));
-        return lines;
     }
     for (i, values) in history.acceptance.iter().enumerate() {
         let now = spec
@@ -426,18 +422,25 @@ fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Vec
             .or(values.last())
             .copied()
             .unwrap_or(f32::NAN);
-        let label = format!("draft {:<2}", i + 1);
+        let label = format!("draft {}", i + 1);
+        let figure = format!("{:>5}", text::percent(now, true));
         lines.push(history_row(
             &label,
             values,
             1.0,
-            &format!("{:>5}", text::percent(now, true)),
+            &figure,
             width,
             theme.accent(),
             theme,
         ));
     }
-    lines
+    let short = lines.len();
+    lines.extend(details);
+    Section {
+        rank: 2,
+        lines,
+        short,
+    }
 }
 
 fn history_row(

@@ -1,5 +1,7 @@
 //! Whatever is pressed, pasted or shown, at whatever size: nothing panics and nothing is drawn outside.
 
+#![allow(clippy::unwrap_used)]
+
 use crossterm::event::{
     Event, KeyCode, KeyEvent, KeyModifiers, MouseButton, MouseEvent, MouseEventKind,
 };
@@ -9,8 +11,8 @@ use ratatui::backend::TestBackend;
 use tui::watch::{History, RunEntry, Summary, WatchRun, WatchUi, WatchView};
 use tui::{
     Attachment, Context, Level, Live, Memory, Message, Model, ModelEntry, Notice, Phase, Prompt,
-    Reuse, Role, Round, SessionEntry, Speculation, Theme, ThemeKind, Thermal, Thinking, ToolCall,
-    Ui, View, Zone,
+    Reuse, Role, Round, SessionEntry, Speculation, Theme, ThemeKind, Thermal, ToolCall, Ui, View,
+    Zone,
 };
 
 /// Text with everything that is hard: wide characters, marks, controls, Markdown.
@@ -211,7 +213,7 @@ fn key() -> impl Strategy<Value = Event> {
         4 => prop_oneof![Just(KeyCode::Up), Just(KeyCode::Down), Just(KeyCode::Left), Just(KeyCode::Right)],
         2 => prop_oneof![Just(KeyCode::PageUp), Just(KeyCode::PageDown), Just(KeyCode::Home), Just(KeyCode::End)],
         1 => prop_oneof![Just(KeyCode::Delete), (1u8..6).prop_map(KeyCode::F), Just(KeyCode::Null)],
-        6 => "[a-z/?_ 漢é🦊]".prop_map(|s| KeyCode::Char(s.chars().next().unwrap())),
+        6 => prop::sample::select("abcdefghijklmnopqrstuvwxyz/?_ 漢é🦊".chars().collect::<Vec<_>>()).prop_map(KeyCode::Char),
         1 => any::<char>().prop_map(KeyCode::Char),
     ];
     let modifiers = prop_oneof![

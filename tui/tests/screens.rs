@@ -1,6 +1,8 @@
 //! Every state of the screen as a picture, in `snapshots/`. Without colours, so that each shows what is told without them
 //! too; one picture lists the styles.
 
+#![allow(clippy::unwrap_used)]
+
 use crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
 use ratatui::Terminal;
 use ratatui::backend::TestBackend;

@@ -1,5 +1,7 @@
 //! What keys and commands ask for, and how fast the screen is.
 
+#![allow(clippy::unwrap_used)]
+
 use std::time::Instant;
 
 use crossterm::event::{Event, KeyCode, KeyEvent, KeyModifiers};
@@ -157,6 +159,12 @@ fn up_and_down_go_through_the_history_and_back_to_the_draft() {
         inputs.push(ui.input().to_string());
     }
     assert_eq!(inputs, ["old", "older", "older", "old", "draft", "draft"]);
+    key(&mut ui, &view, KeyCode::Up, NONE);
+    key(&mut ui, &view, KeyCode::Backspace, NONE);
+    key(&mut ui, &view, KeyCode::Up, NONE);
+    key(&mut ui, &view, KeyCode::Down, NONE);
+    assert_eq!(ui.input(), "ol", "a changed entry is not lost");
+    ui.set_input("draft");
     enter(&mut ui, &view);
     key(&mut ui, &view, KeyCode::Up, NONE);
     assert_eq!(ui.input(), "draft");
