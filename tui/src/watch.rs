@@ -307,11 +307,7 @@ fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
         },
     ];
     let mut right = vec![
-        Section {
-            rank: 1,
-            lines: memory(run, width, tall, theme),
-            short: 2,
-        },
+        memory(run, width, tall, theme),
         Section {
             rank: 3,
             lines: context(run, width, tall.min(5), theme),
@@ -329,6 +325,7 @@ fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
         },
     ];
     if !two && rows < 30 {
+        right[0].short = 2;
         right.truncate(2); // memory and context: the others would take the room of histories
     }
     if two {
@@ -496,14 +493,22 @@ fn round(now: Option<&Round>, rounds: &[Round], width: usize, theme: Theme) -> V
 }
 
 /// The gauge of now, share and zone over time, and the parts.
-fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
+fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Section {
     let mut lines = figures::memory(run.live.memory.as_ref(), width, theme);
     let history = &run.history.memory;
     let Some(room) = width.checked_sub(PLOT_MARGIN).filter(|r| *r > 0) else {
-        return lines;
+        return Section {
+            rank: 1,
+            lines,
+            short: 2,
+        };
     };
     if history.is_empty() || lines.len() < 2 {
-        return lines;
+        return Section {
+            rank: 1,
+            lines,
+            short: 2,
+        };
     }
     let parts = lines.split_off(2);
     let values: Vec<f32> = history.iter().map(|m| m.0).collect();
@@ -550,8 +555,13 @@ fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line
         ];
         lines.push(Line::from(spans));
     }
+    let short = lines.len();
     lines.extend(parts);
-    lines
+    Section {
+        rank: 1,
+        lines,
+        short,
+    }
 }
 
 fn context(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
