@@ -225,8 +225,8 @@ impl Ui {
             Does::LineDown => self.transcript.scroll(1),
             Does::PageUp => self.transcript.scroll_page(-1),
             Does::PageDown => self.transcript.scroll_page(1),
-            Does::Start => self.transcript.to_start(),
-            Does::End => self.transcript.to_end(),
+            Does::Start => self.transcript.go_to_start(),
+            Does::End => self.transcript.go_to_end(),
             Does::Undo => self.editor.undo(),
             Does::Redo => self.editor.redo(),
             Does::Left => self.editor.left(),
@@ -277,7 +277,7 @@ impl Ui {
             self.written();
         } else {
             self.dismissed = view.notices.len();
-            self.transcript.to_end();
+            self.transcript.go_to_end();
         }
         Vec::new()
     }
@@ -295,7 +295,7 @@ impl Ui {
             self.say(Level::Info, "there is no answer to make again");
             return Vec::new();
         }
-        self.transcript.to_end();
+        self.transcript.go_to_end();
         vec![Action::Regenerate]
     }
 
@@ -330,7 +330,7 @@ impl Ui {
         }
         self.remember(text.clone());
         self.dismissed = view.notices.len();
-        self.transcript.to_end();
+        self.transcript.go_to_end();
         let edited = self
             .editing
             .take()
@@ -374,8 +374,16 @@ impl Ui {
     /// Another entry of the history, as Up and Down choose it; past the newest, what was written before.
     fn recall(&mut self, by: isize) {
         let (at, draft) = match self.recalled.take() {
-            Some((at, draft)) => (at, draft),
-            None => (self.history.len(), self.editor.text().to_string()),
+            // An entry that was changed since is a draft of its own.
+            Some((at, draft))
+                if self
+                    .history
+                    .get(at)
+                    .is_some_and(|e| e == self.editor.text()) =>
+            {
+                (at, draft)
+            }
+            _ => (self.history.len(), self.editor.text().to_string()),
         };
         let to = at.saturating_add_signed(by).min(self.history.len());
         match self.history.get(to) {

@@ -61,7 +61,7 @@ pub fn draw(frame: &mut Frame, view: &View, ui: &mut Ui) {
     }
     if area.height >= 2 {
         bottom -= 1;
-        let line = status(view, ui, beside, inner.width.into());
+        let line = status(view, ui, wanted, inner.width.into());
         put(frame.buffer_mut(), inner, bottom, line);
     }
     if let Some(right) = right.filter(|r| r.bottom() > top) {
@@ -99,25 +99,23 @@ pub fn draw(frame: &mut Frame, view: &View, ui: &mut Ui) {
         bottom -= 1;
         put(buffer, left, bottom, line);
     }
-    if bottom > top + 1 {
+    let rule_row = (bottom > top + 1).then(|| {
         bottom -= 1;
-        let more = ui.transcript.more_below() && matches!(ui.window, Window::None);
-        put(buffer, left, bottom, rule(left.width.into(), more, theme));
-    }
+        bottom
+    });
 
     let body = Rect {
         y: top,
         height: bottom.saturating_sub(top),
         ..left
     };
+    let mut more_below = false;
     match &mut ui.window {
         Window::None if wanted && !beside => panel(buffer, body, view, theme),
         Window::None if view.messages.is_empty() => welcome(buffer, body, view, theme),
         Window::None => {
             ui.transcript.draw(body, buffer, &view.messages, theme);
-            if ui.transcript.more_below() && bottom < left.bottom() && bottom > top {
-                put(buffer, left, bottom, rule(left.width.into(), true, theme));
-            }
+            more_below = ui.transcript.more_below();
         }
         Window::Help { top } => {
             let lines = help(body.width.into(), theme);
@@ -132,6 +130,10 @@ pub fn draw(frame: &mut Frame, view: &View, ui: &mut Ui) {
                 frame.set_cursor_position(cursor);
             }
         }
+    }
+    if let Some(row) = rule_row {
+        let line = rule(view, left.width.into(), more_below, theme);
+        put(frame.buffer_mut(), left, row, line);
     }
     if matches!(ui.window, Window::None) {
         completions(frame.buffer_mut(), body, view, ui);
@@ -203,19 +205,27 @@ fn header(buffer: &mut Buffer, area: Rect, view: &View, theme: Theme) {
     put(buffer, area, area.y, text::between(left, right, width));
 }
 
-/// The line between conversation and editor.
-fn rule(width: usize, more_below: bool, theme: Theme) -> Line<'static> {
+/// The line between conversation and editor. While a prompt is processed it is the progress bar.
+fn rule(view: &View, width: usize, more_below: bool, theme: Theme) -> Line<'static> {
+    let progress = view
+        .live
+        .prompt
+        .filter(|p| view.phase == Phase::Prompt && p.total > 0);
+    let share = progress.map_or(0.0, |p| p.done as f32 / p.total as f32);
     let label = " ↓ more below ";
     if more_below && width > 24 {
         let after = 2;
-        let before = width - text::width(label) - after;
-        return Line::from(vec![
-            Span::styled("─".repeat(before), theme.faint()),
-            Span::styled(label, theme.dim()),
-            Span::styled("─".repeat(after), theme.faint()),
-        ]);
+        let mut spans = figures::bar(
+            share,
+            width - text::width(label) - after,
+            theme.accent(),
+            theme,
+        );
+        spans.push(Span::styled(label, theme.dim()));
+        spans.push(Span::styled("─".repeat(after), theme.faint()));
+        return Line::from(spans);
     }
-    Line::from(Span::styled("─".repeat(width), theme.faint()))
+    Line::from(figures::bar(share, width, theme.accent(), theme))
 }
 
 /// The last line: what the program says, or which keys help; without the panel its main figures.
@@ -225,37 +235,49 @@ fn status(view: &View, ui: &Ui, panel: bool, width: usize) -> Line<'static> {
         .hint
         .as_ref()
         .or_else(|| view.notices.get(ui.dismissed..).and_then(<[_]>::last));
-    let left = match notice {
-        Some(notice) => {
-            let mark = match notice.level {
-                Level::Info => "",
-                Level::Warning => "! ",
-                Level::Error => "✗ ",
-            };
-            vec![Span::styled(
-                format!("{mark}{}", text::one_line(&notice.text)),
-                theme.level(notice.level),
-            )]
-        }
-        None => {
-            let keys = match (&ui.window, view.phase) {
-                (Window::Picker(_), _) => "↑ ↓ choose   Enter takes   type to filter   Esc closes",
-                (Window::Help { .. } | Window::Stats { .. }, _) => "↑ ↓ scroll   Esc closes",
-                (_, Phase::Thinking) => "Esc stops   Ctrl-N answers now   Ctrl-T shows thinking",
-                (_, Phase::Prompt | Phase::Answering) => "Esc stops",
-                (_, Phase::Loading) => "loading; a message waits for the model",
-                (_, Phase::Idle) => "? help   / commands",
-            };
-            vec![Span::styled(keys, theme.dim())]
-        }
-    };
+    let reading = matches!(ui.window, Window::None);
     let loud = notice.is_some_and(|n| n.level != Level::Info);
-    let right = if panel || loud {
+    let right = if panel || loud || !reading {
         Vec::new()
     } else {
         short_figures(view, width, theme)
     };
-    text::between(left, right, width)
+    if let Some(notice) = notice {
+        let mark = match notice.level {
+            Level::Info => "",
+            Level::Warning => "! ",
+            Level::Error => "✗ ",
+        };
+        let text = format!("{mark}{}", text::one_line(&notice.text));
+        return text::between(
+            vec![Span::styled(text, theme.level(notice.level))],
+            right,
+            width,
+        );
+    }
+    let keys: &[&str] = match (&ui.window, view.phase) {
+        (Window::Picker(_), _) => &["↑ ↓ choose", "Enter takes", "Esc closes", "type to filter"],
+        (Window::Help { .. } | Window::Stats { .. }, _) => &["↑ ↓ scroll", "Esc closes"],
+        (_, Phase::Thinking) => &["Esc stops", "Ctrl-N answers now", "Ctrl-T opens thinking"],
+        (_, Phase::Prompt | Phase::Answering) => &["Esc stops"],
+        (_, Phase::Loading) => &["a message waits for the model"],
+        (_, Phase::Idle) => &["? help", "/ commands"],
+    };
+    // As many as there is room for, none of them cut.
+    let room = width.saturating_sub(text::spans_width(&right) + 2);
+    let mut shown = String::new();
+    for key in keys {
+        let more = if shown.is_empty() {
+            key.to_string()
+        } else {
+            format!("{shown}   {key}")
+        };
+        if text::width(&more) > room {
+            break;
+        }
+        shown = more;
+    }
+    text::between(vec![Span::styled(shown, theme.dim())], right, width)
 }
 
 /// The panel's main figures in a few words.
@@ -425,8 +447,7 @@ fn edit(buffer: &mut Buffer, area: Rect, view: &View, ui: &mut Ui) -> Option<Pos
 fn above_editor(view: &View, ui: &Ui, width: usize) -> Option<Line<'static>> {
     let theme = ui.theme;
     if ui.editing.is_some() {
-        let text =
-            "editing an earlier message: what follows it will be dropped   Esc leaves it as it is";
+        let text = "editing an earlier message; what follows it will be dropped   Esc cancels";
         return Some(Line::from(Span::styled(
             text::fit(text, width),
             theme.level(Level::Warning),

@@ -59,11 +59,6 @@ impl Editor {
         self.text.is_empty()
     }
 
-    /// Byte of the cursor.
-    pub fn cursor(&self) -> usize {
-        self.cursor
-    }
-
     /// Whether the cursor is at the end.
     pub fn at_end(&self) -> bool {
         self.cursor == self.text.len()
@@ -355,7 +350,12 @@ pub fn shown(text: &str) -> String {
 }
 
 fn rows(text: &str, width: usize) -> Vec<Range<usize>> {
-    let room = width.saturating_sub(1).max(1);
+    // Before the first drawing the width is not known: nothing is wrapped.
+    let room = if width == 0 {
+        usize::MAX
+    } else {
+        width.saturating_sub(1).max(1)
+    };
     let mut rows = Vec::new();
     let mut line_start = 0;
     for line in text.split('\n') {
@@ -406,7 +406,7 @@ mod tests {
         e.insert("oh ");
         assert_eq!(e.text(), "oh hello there");
         e.word_right();
-        assert_eq!(e.cursor(), 8);
+        assert_eq!(e.cursor, 8);
         e.delete_to_end();
         assert_eq!(e.text(), "oh hello");
         e.delete_to_start();
@@ -421,7 +421,7 @@ mod tests {
         let mut e = editor("a👨‍👩‍👧b");
         e.left();
         e.left();
-        assert_eq!(e.cursor(), 1);
+        assert_eq!(e.cursor, 1);
         e.delete();
         assert_eq!(e.text(), "ab");
         let mut e = editor("e");
@@ -491,7 +491,7 @@ mod tests {
         let mut e = editor("");
         e.insert(&text);
         assert_eq!(e.text(), text);
-        assert!(e.rows().len() > 500);
+        assert!(e.rows().len() >= 500);
         e.undo();
         assert_eq!(e.text(), "");
     }

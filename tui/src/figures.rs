@@ -7,6 +7,9 @@ use crate::text;
 use crate::theme::Theme;
 use crate::view::{Context, Live, Memory, Prompt, Reuse, Round, Speculation, Thermal, Zone};
 
+/// Glyphs of the parts of a stacked bar: they differ without colours.
+pub const PARTS: [&str; 6] = ["█", "▓", "▒", "░", "▚", "∙"];
+
 const EIGHTHS: [&str; 9] = [" ", "▁", "▂", "▃", "▄", "▅", "▆", "▇", "█"];
 
 /// Label at the left margin, value at the right one.
@@ -121,11 +124,11 @@ pub struct Plot<'a> {
 }
 
 impl Plot<'_> {
-    /// The plot's lines, `width` cells each. The style of a column follows from the share of the history before it.
+    /// The plot's lines, `width` cells each; `style` gives that of each column.
     pub fn lines(
         &self,
         width: usize,
-        style: impl Fn(f32) -> Style,
+        style: impl Fn(usize) -> Style,
         theme: Theme,
     ) -> Vec<Line<'static>> {
         let label = |value: f32| {
@@ -168,7 +171,7 @@ impl Plot<'_> {
                     } else {
                         level
                     };
-                    let style = style(i as f32 / values.len() as f32);
+                    let style = style(i);
                     match spans.last_mut() {
                         Some(last) if i > 0 && last.style == style => {
                             last.content.to_mut().push_str(EIGHTHS[level])
@@ -218,40 +221,43 @@ pub struct Section {
     pub short: usize,
 }
 
-/// The sections that fit into `height` rows, with an empty line between them.
+/// The sections that fit into `height` rows, with an empty line between them. Where there is little room the least
+/// important ones go, and the most important ones keep their details.
 pub fn fitted(mut sections: Vec<Section>, height: usize) -> Vec<Line<'static>> {
+    sections.retain(|s| !s.lines.is_empty());
+    let short = |s: &Section| s.short.clamp(1, s.lines.len());
+    let mut ranks: Vec<u8> = sections.iter().map(|s| s.rank).collect();
+    ranks.sort_unstable();
     let total = |sections: &[Section]| {
         sections
             .iter()
-            .map(|s| s.lines.len() + 1)
+            .map(|s| short(s) + 1)
             .sum::<usize>()
             .saturating_sub(1)
     };
-    sections.retain(|s| !s.lines.is_empty());
-    // First details give way, then whole sections, the least important first.
-    let mut ranks: Vec<u8> = sections.iter().map(|s| s.rank).collect();
-    ranks.sort_unstable_by(|a, b| b.cmp(a));
-    for rank in &ranks {
-        if total(&sections) <= height {
-            break;
-        }
-        sections
-            .iter_mut()
-            .filter(|s| s.rank == *rank)
-            .for_each(|s| s.lines.truncate(s.short.max(1)));
-    }
-    for rank in &ranks {
-        if total(&sections) <= height {
+    for rank in ranks.iter().rev() {
+        if total(&sections) <= height || sections.len() == 1 {
             break;
         }
         sections.retain(|s| s.rank != *rank);
     }
+    let mut room = height.saturating_sub(total(&sections));
+    for rank in &ranks {
+        for section in sections.iter_mut().filter(|s| s.rank == *rank) {
+            let more = section.lines.len() - short(section);
+            if more <= room {
+                room -= more;
+                section.short = section.lines.len();
+            }
+        }
+    }
     let mut lines = Vec::new();
-    for section in sections {
+    for mut section in sections {
         if !lines.is_empty() {
             lines.push(Line::default());
         }
-        lines.extend(section.lines);
+        section.lines.truncate(section.short.max(1));
+        lines.append(&mut section.lines);
     }
     lines.truncate(height);
     lines
@@ -485,14 +491,19 @@ pub fn memory(memory: Option<&Memory>, width: usize, theme: Theme) -> Vec<Line<'
         width,
         theme,
     )];
+    // The zone's colour for what is ours; other programs stay in the background.
+    let part_style = |i: usize| {
+        if i < 5 {
+            theme.zone(memory.zone)
+        } else {
+            theme.faint()
+        }
+    };
     let parts: Vec<(f64, Style, &'static str)> = memory
         .parts()
         .iter()
         .enumerate()
-        .map(|(i, (_, bytes))| {
-            let (style, glyph) = theme.part(i);
-            (*bytes as f64, style, glyph)
-        })
+        .map(|(i, (_, bytes))| (*bytes as f64, part_style(i), PARTS[i]))
         .collect();
     lines.push(stacked(&parts, memory.total as f64, width, theme));
     for (i, (name, bytes)) in memory
@@ -501,9 +512,8 @@ pub fn memory(memory: Option<&Memory>, width: usize, theme: Theme) -> Vec<Line<'
         .enumerate()
         .filter(|(_, (_, bytes))| *bytes > 0)
     {
-        let (style, glyph) = theme.part(i);
         let label = vec![
-            Span::styled(format!("{glyph} "), style),
+            Span::styled(format!("{} ", PARTS[i]), part_style(i)),
             Span::styled(name, theme.dim()),
         ];
         lines.push(text::between(
@@ -594,16 +604,12 @@ pub fn round(round: Option<&Round>, width: usize, theme: Theme) -> Vec<Line<'sta
         .parts()
         .iter()
         .enumerate()
-        .map(|(i, (_, ms))| {
-            let (style, glyph) = theme.part(i);
-            (f64::from(*ms), style, glyph)
-        })
+        .map(|(i, (_, ms))| (f64::from(*ms), theme.accent(), PARTS[i]))
         .collect();
     lines.push(stacked(&parts, f64::from(total), width, theme));
     for (i, (name, ms)) in round.parts().into_iter().enumerate() {
-        let (style, glyph) = theme.part(i);
         let label = vec![
-            Span::styled(format!("{glyph} "), style),
+            Span::styled(format!("{} ", PARTS[i]), theme.accent()),
             Span::styled(name, theme.dim()),
         ];
         let share = if total > 0.0 { ms / total } else { 0.0 };
@@ -686,20 +692,26 @@ mod tests {
     }
 
     #[test]
-    fn little_room_drops_details_first() {
-        let section = |rank, n| Section {
+    fn little_room_drops_the_least_and_shortens_the_less_important() {
+        let section = |rank: u8, n| Section {
             rank,
-            lines: vec![Line::from(format!("{rank}")); n],
+            lines: vec![Line::from(rank.to_string()); n],
             short: 1,
         };
-        let lines =
-            |height| fitted(vec![section(0, 2), section(2, 3), section(1, 2)], height).len();
-        assert_eq!(lines(20), 9);
-        assert_eq!(lines(8), 7);
-        assert_eq!(lines(5), 5);
-        assert_eq!(lines(3), 3);
-        assert_eq!(lines(1), 1);
-        assert_eq!(lines(0), 0);
+        let fit = |height| {
+            let sections = vec![section(0, 2), section(2, 3), section(1, 2)];
+            fitted(sections, height)
+                .iter()
+                .map(text_of)
+                .collect::<Vec<_>>()
+                .join(",")
+        };
+        assert_eq!(fit(20), "0,0,,2,2,2,,1,1");
+        assert_eq!(fit(8), "0,0,,2,,1,1");
+        assert_eq!(fit(5), "0,,2,,1");
+        assert_eq!(fit(4), "0,0,,1");
+        assert_eq!(fit(2), "0,0");
+        assert_eq!(fit(0), "");
     }
 
     #[test]

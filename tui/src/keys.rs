@@ -144,6 +144,7 @@ pub(crate) const BINDINGS: &[Binding] = &[
         Does::Undo,
         &[
             (CTRL, key('_')),
+            (CTRL, key('-')),
             (CTRL, key('/')),
             (CTRL, key('7')),
             (ALT, key('z')),

@@ -454,40 +454,36 @@ impl Writer<'_> {
         });
     }
 
-    /// Cells for text within the containers.
-    fn room(&self) -> usize {
+    /// Cells for text within the containers, and for the marks of these. Deep nesting in a narrow window gives up its
+    /// indentation rather than the text.
+    fn split(&self) -> (usize, usize) {
         let taken: usize = self
             .containers
             .iter()
             .map(|c| text::width(&c.rest.content))
             .sum();
-        // Deep nesting in a narrow window gives up its indentation rather than the text.
-        self.width.saturating_sub(taken).max(self.width.min(8))
+        let least = (self.width / 2).clamp(1, 8);
+        let room = self.width.saturating_sub(taken).max(least);
+        (room, self.width - room)
+    }
+
+    /// Cells for text within the containers.
+    fn room(&self) -> usize {
+        self.split().0
     }
 
     /// Adds a line of at most [`Writer::room`] cells, with the marks of its containers.
     fn line(&mut self, spans: Vec<Span<'static>>) {
-        let taken: usize = self
+        let (_, margin) = self.split();
+        let marks = self
             .containers
-            .iter()
-            .map(|c| text::width(&c.rest.content))
-            .sum();
-        let mut out = Vec::new();
-        for container in &mut self.containers {
-            out.push(
-                container
-                    .first
-                    .take()
-                    .unwrap_or_else(|| container.rest.clone()),
-            );
-        }
-        if taken + self.width.min(8) > self.width {
-            let room = self.width.saturating_sub(self.width.min(8));
-            out = text::clip(out, room)
-                .into_iter()
-                .map(|s| Span::styled(s.content.into_owned(), s.style))
-                .collect();
-        }
+            .iter_mut()
+            .map(|c| c.first.take().unwrap_or_else(|| c.rest.clone()));
+        let marks: Vec<Span> = marks.collect();
+        let mut out = match margin {
+            0 => Vec::new(),
+            _ => text::wrap_hard(&marks, margin).swap_remove(0),
+        };
         out.extend(spans);
         self.lines.push(Line::from(trimmed(out)));
     }
@@ -598,8 +594,7 @@ impl Writer<'_> {
             if i == 0 {
                 self.line(vec![Span::styled(rule.join("──"), self.theme.faint())]);
             } else if tall && i + 1 < wrapped.len() {
-                let dots = "┈".repeat(spans_width(&[Span::raw(rule.join("──"))]));
-                self.line(vec![Span::styled(dots, self.theme.faint())]);
+                self.line(Vec::new()); // rows of several lines stand apart
             }
         }
         self.gap = true;

@@ -122,7 +122,7 @@ impl Theme {
         match zone {
             Zone::Green => self.pick(108, 28, Modifier::empty()),
             Zone::Yellow => self.pick(179, 130, Modifier::BOLD),
-            Zone::Red => self.pick(167, 124, Modifier::BOLD.union(Modifier::REVERSED)),
+            Zone::Red => self.pick(167, 124, Modifier::BOLD),
         }
     }
 
@@ -178,23 +178,6 @@ impl Theme {
             Class::Type => self.pick(116, 30, Modifier::empty()),
         }
     }
-
-    /// The parts of a stacked bar: style and glyph, so that they differ without colours too.
-    pub fn part(self, index: usize) -> (Style, &'static str) {
-        const GLYPHS: [&str; 6] = ["█", "▓", "▒", "░", "▚", "∙"];
-        const DARK: [u8; 6] = [110, 73, 108, 179, 139, 241];
-        const LIGHT: [u8; 6] = [25, 30, 64, 130, 96, 247];
-        let i = index % GLYPHS.len();
-        let style = self.pick(DARK[i], LIGHT[i], Modifier::empty());
-        (
-            style,
-            if self.kind == ThemeKind::None || i == 5 {
-                GLYPHS[i]
-            } else {
-                "█"
-            },
-        )
-    }
 }
 
 #[cfg(test)]
@@ -227,7 +210,6 @@ mod tests {
         ];
         styles.extend([Zone::Green, Zone::Yellow, Zone::Red].map(|z| theme.zone(z)));
         styles.extend((1..=6).map(|l| theme.heading(l)));
-        styles.extend((0..6).map(|i| theme.part(i).0));
         styles.extend(
             [
                 Class::Comment,

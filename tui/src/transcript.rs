@@ -70,7 +70,7 @@ impl Growing {
     ) {
         let goes_on = source
             .as_bytes()
-            .starts_with(self.source[..self.stable].as_bytes());
+            .starts_with(&self.source.as_bytes()[..self.stable]);
         if !goes_on || !source.is_char_boundary(self.stable) {
             *self = Growing::default();
         }
@@ -127,13 +127,13 @@ impl Transcript {
     }
 
     /// To the first line.
-    pub fn to_start(&mut self) {
+    pub fn go_to_start(&mut self) {
         self.pending = 0;
         self.top = Some((0, 0));
     }
 
     /// To the last line, and follows it.
-    pub fn to_end(&mut self) {
+    pub fn go_to_end(&mut self) {
         self.pending = 0;
         self.top = None;
     }
@@ -573,7 +573,7 @@ mod tests {
         assert_eq!(screen(&mut transcript, &messages, 20, 4)[2], "› message 20");
         messages.push(Message::new(21, Role::User, "message 21"));
         assert_eq!(screen(&mut transcript, &messages, 20, 4)[2], "› message 21");
-        transcript.to_start();
+        transcript.go_to_start();
         assert_eq!(screen(&mut transcript, &messages, 20, 4)[0], "› message 0");
         messages.truncate(1);
         assert_eq!(screen(&mut transcript, &messages, 20, 4)[0], "› message 0");

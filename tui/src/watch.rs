@@ -12,7 +12,7 @@ use crate::figures::{self, PLOT_MARGIN, Plot, Section};
 use crate::keys::{self, Does};
 use crate::text;
 use crate::theme::Theme;
-use crate::view::{Live, Round, Zone};
+use crate::view::{Live, Round, Speculation, Zone};
 
 /// Everything that the watch screen shows.
 #[derive(Clone, Debug, Default, PartialEq)]
@@ -224,11 +224,13 @@ pub fn draw(frame: &mut Frame, view: &WatchView, ui: &mut WatchUi) {
             "↑ ↓ choose   Enter watches   Esc back   q leaves",
             theme.dim(),
         ),
-        (None, true) => Span::styled("↑ ↓ choose   Enter watches   q leaves", theme.dim()),
+        (None, true) if !view.runs.is_empty() => {
+            Span::styled("↑ ↓ choose   Enter watches   q leaves", theme.dim())
+        }
         (None, false) if view.runs.len() > 1 => {
             Span::styled("Tab other runs   q leaves", theme.dim())
         }
-        (None, false) => Span::styled("q leaves", theme.dim()),
+        _ => Span::styled("q leaves", theme.dim()),
     };
     row(
         buffer,
@@ -279,7 +281,7 @@ fn block(buffer: &mut Buffer, area: Rect, lines: Vec<Line<'static>>) {
 
 /// The figures and their histories, in two columns where there is room.
 fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
-    let two = area.width >= 96;
+    let two = area.width >= 76;
     let gap = 4;
     let width = if two {
         usize::from(area.width - gap) / 2
@@ -297,23 +299,15 @@ fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
     let history = &run.history;
     let mut left = vec![
         speed(run, width, tall + 1, theme),
-        Section {
-            rank: 2,
-            lines: acceptance(live, history, width, theme),
-            short: 1,
-        },
+        acceptance(live, history, width, theme),
         Section {
             rank: 4,
             lines: round(live.round.as_ref(), &history.rounds, width, theme),
-            short: 2,
+            short: usize::MAX, // the parts have no meaning without their names
         },
     ];
     let mut right = vec![
-        Section {
-            rank: 1,
-            lines: memory(run, width, tall, theme),
-            short: 2,
-        },
+        memory(run, width, tall, theme),
         Section {
             rank: 3,
             lines: context(run, width, tall.min(5), theme),
@@ -330,6 +324,10 @@ fn watched(buffer: &mut Buffer, area: Rect, run: &WatchRun, theme: Theme) {
             short: 1,
         },
     ];
+    if !two && rows < 30 {
+        right[0].short = 2;
+        right.truncate(2); // memory and context: the others would take the room of histories
+    }
     if two {
         let column = Rect {
             width: (area.width - gap) / 2,
@@ -370,7 +368,7 @@ fn speed(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Section {
     Section {
         rank: 0,
         lines,
-        short: 3,
+        short: height + 1,
     }
 }
 
@@ -399,20 +397,20 @@ fn span_of_time(slots: usize, slot_s: f32, width: usize, theme: Theme) -> Line<'
     text::between(left, vec![Span::styled("now", theme.faint())], width)
 }
 
-/// One row of history per draft position.
-fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Vec<Line<'static>> {
+/// One row of history per draft position, then what comes of it.
+fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Section {
     let spec = &live.speculation;
     let mut lines = figures::speculation(
-        &crate::view::Speculation {
+        &Speculation {
             by_position: Vec::new(),
             ..spec.clone()
         },
         width,
         theme,
     );
+    let details = lines.split_off(lines.len().min(1));
     if history.acceptance.is_empty() {
         lines.extend(figures::by_position(&spec.by_position, width, theme));
-        return lines;
     }
     for (i, values) in history.acceptance.iter().enumerate() {
         let now = spec
@@ -421,18 +419,25 @@ fn acceptance(live: &Live, history: &History, width: usize, theme: Theme) -> Vec
             .or(values.last())
             .copied()
             .unwrap_or(f32::NAN);
-        let label = format!("draft {:<2}", i + 1);
+        let label = format!("draft {}", i + 1);
+        let figure = format!("{:>5}", text::percent(now, true));
         lines.push(history_row(
             &label,
             values,
             1.0,
-            &format!("{:>5}", text::percent(now, true)),
+            &figure,
             width,
             theme.accent(),
             theme,
         ));
     }
-    lines
+    let short = lines.len();
+    lines.extend(details);
+    Section {
+        rank: 2,
+        lines,
+        short,
+    }
 }
 
 fn history_row(
@@ -444,7 +449,7 @@ fn history_row(
     style: ratatui::style::Style,
     theme: Theme,
 ) -> Line<'static> {
-    let left = Span::styled(format!("{label:<margin$}", margin = 10), theme.dim());
+    let left = Span::styled(format!("{label:<margin$}", margin = 11), theme.dim());
     let right = Span::styled(format!(" {figure}"), theme.text());
     let room = width.saturating_sub(text::width(&left.content) + text::width(&right.content));
     let line = figures::sparkline(&figures::squeezed(values, room), room, scale, style);
@@ -468,79 +473,95 @@ fn round(now: Option<&Round>, rounds: &[Round], width: usize, theme: Theme) -> V
         let ms = now.map_or(f32::NAN, |r| r.parts()[i].1);
         let total: f32 = now.map_or(0.0, |r| r.parts().iter().map(|p| p.1.max(0.0)).sum());
         let share = if total > 0.0 { ms / total } else { f32::NAN };
-        let (style, glyph) = theme.part(i);
-        let label = format!("{glyph} {}", Round::default().parts()[i].0);
+        let label = format!("{} {}", figures::PARTS[i], Round::default().parts()[i].0);
         let figure = format!(
             "{:>8} {:>5}",
             text::duration(ms),
             text::percent(share, true)
         );
         lines.push(history_row(
-            &label, &values, scale, &figure, width, style, theme,
+            &label,
+            &values,
+            scale,
+            &figure,
+            width,
+            theme.accent(),
+            theme,
         ));
     }
     lines
 }
 
-/// The gauge of now, and share and zone over time.
-fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
+/// The gauge of now, share and zone over time, and the parts.
+fn memory(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Section {
     let mut lines = figures::memory(run.live.memory.as_ref(), width, theme);
     let history = &run.history.memory;
-    if history.is_empty() || lines.is_empty() {
-        return lines;
-    }
-    let values: Vec<f32> = history.iter().map(|m| m.0).collect();
-    let slots = values.len().min(width.saturating_sub(PLOT_MARGIN)).max(1);
-    let zone = |share: f32| {
-        // The worst zone of the column's slots.
-        let column = (share * slots as f32).round() as usize;
-        let (from, to) = (
-            column * history.len() / slots,
-            (column + 1) * history.len() / slots,
-        );
-        let rank = |z: Zone| {
-            [Zone::Green, Zone::Yellow, Zone::Red]
-                .iter()
-                .position(|k| *k == z)
+    let Some(room) = width.checked_sub(PLOT_MARGIN).filter(|r| *r > 0) else {
+        return Section {
+            rank: 1,
+            lines,
+            short: 2,
         };
-        let zones = history
-            .get(from..to.max(from + 1).min(history.len()))
-            .unwrap_or_default();
-        zones
-            .iter()
-            .map(|m| m.1)
-            .max_by_key(|z| rank(*z))
-            .unwrap_or_default()
     };
-    lines.extend(
-        Plot {
-            values: &values,
-            scale: 1.0,
-            height,
-            percent: true,
-        }
-        .lines(width, |at| theme.zone(zone(at)), theme),
-    );
+    if history.is_empty() || lines.len() < 2 {
+        return Section {
+            rank: 1,
+            lines,
+            short: 2,
+        };
+    }
+    let parts = lines.split_off(2);
+    let values: Vec<f32> = history.iter().map(|m| m.0).collect();
+    let columns = values.len().min(room);
+    // The worst zone of each column's slots.
+    let zones: Vec<Zone> = (0..columns)
+        .map(|i| {
+            let slots = &history[i * history.len() / columns..(i + 1) * history.len() / columns];
+            let has = |zone| slots.iter().any(|m| m.1 == zone);
+            match (has(Zone::Red), has(Zone::Yellow)) {
+                (true, _) => Zone::Red,
+                (_, true) => Zone::Yellow,
+                _ => Zone::Green,
+            }
+        })
+        .collect();
+    let plot = Plot {
+        values: &values,
+        scale: 1.0,
+        height,
+        percent: true,
+    };
+    lines.extend(plot.lines(
+        width,
+        |column| theme.zone(zones.get(column).copied().unwrap_or_default()),
+        theme,
+    ));
     // Without colours, and for those who do not see them: a mark below each column that is not green.
-    let marks: String = (0..slots)
-        .map(|i| match zone(i as f32 / slots as f32) {
+    if zones.iter().any(|zone| *zone != Zone::Green) {
+        let marks = zones.iter().map(|zone| match zone {
             Zone::Green => ' ',
             Zone::Yellow => '▴',
             Zone::Red => '■',
-        })
-        .collect();
-    if marks.trim() != "" {
-        let pad = " ".repeat(width.saturating_sub(slots + text::width("zone ")));
-        let style = theme.zone(Zone::Yellow);
-        lines.push(Line::from(text::clip(
-            vec![
-                Span::styled(format!("zone {pad}"), theme.dim()),
-                Span::styled(marks, style),
-            ],
-            width,
-        )));
+        });
+        let label = format!("{:>margin$} ", "zone", margin = PLOT_MARGIN - 1);
+        let marks = format!(
+            "{}{}",
+            " ".repeat(room - columns),
+            marks.collect::<String>()
+        );
+        let spans = vec![
+            Span::styled(label, theme.dim()),
+            Span::styled(marks, theme.zone(Zone::Yellow)),
+        ];
+        lines.push(Line::from(spans));
     }
-    lines
+    let short = lines.len();
+    lines.extend(parts);
+    Section {
+        rank: 1,
+        lines,
+        short,
+    }
 }
 
 fn context(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Line<'static>> {
