@@ -150,6 +150,15 @@ impl Snapshot {
     }
 }
 
+/// A draft whose tokens were drawn at random.
+#[derive(Clone, Debug, Default)]
+pub struct DrawnDraft {
+    /// The tokens.
+    pub tokens: Vec<u32>,
+    /// What each was drawn from: its step's best tokens with their logits, as many for each step.
+    pub best: Vec<(u32, f32)>,
+}
+
 /// Bytes that a session takes on its device.
 #[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
 pub struct SessionBytes {
@@ -466,8 +475,7 @@ impl Session {
     }
 
     /// As [`Session::draft`], with each step choosing among its `k` best tokens the one whose logit is largest after
-    /// a row of `noise` (`k` for each step) was added. Returns also what each step chose from: `k` tokens with
-    /// their logits before the noise, for each step.
+    /// a row of `noise` (`k` for each step) was added.
     ///
     /// # Errors
     /// See [`Session::draft`].
@@ -476,14 +484,14 @@ impl Session {
         token: u32,
         k: usize,
         noise: &[f32],
-    ) -> Result<(Vec<u32>, Vec<(u32, f32)>), EvalError> {
+    ) -> Result<DrawnDraft, EvalError> {
         let depth = noise.len() / k.max(1);
-        let drafted = self.run_draft(token, depth, DraftKeeps::Best(k), noise)?;
+        let tokens = self.run_draft(token, depth, DraftKeeps::Best(k), noise)?;
         let best = match self.drafts.last() {
             Some(graph) if depth > 0 => graph.read_best()?,
             _ => Vec::new(),
         };
-        Ok((drafted, best))
+        Ok(DrawnDraft { tokens, best })
     }
 
     fn run_draft(

@@ -338,7 +338,7 @@ impl Speculator {
         let most = room
             .min(self.params.draft_max)
             .min(session.params().n_rollback);
-        let from_text = self.from_text(session.tokens(), token, most);
+        let from_text = self.guess_from_text(session.tokens(), token, most);
         let use_text = !from_text.is_empty() && self.pays_from_text(from_text.len());
         let mut draft = if use_text {
             Draft {
@@ -348,7 +348,7 @@ impl Speculator {
             }
         } else if self.params.mtp && session.params().mtp && !self.head_is_hopeless() {
             let depth = self.choose_depth().min(most);
-            self.from_head(session, sampler, token, depth)?
+            self.guess_with_head(session, sampler, token, depth)?
         } else {
             Draft::default()
         };
@@ -361,7 +361,7 @@ impl Speculator {
         Ok(draft)
     }
 
-    fn from_head(
+    fn guess_with_head(
         &mut self,
         session: &mut Session,
         sampler: &SamplerParams,
@@ -377,9 +377,10 @@ impl Speculator {
         if self.params.sampled && sampler.temp > 0.0 {
             let first = session.n_past() as u64 + 1;
             let noise = gumbel_noise(sampler, first, depth);
-            let (tokens, best) = session.draft_with_noise(token, SAMPLED_BEST, &noise)?;
-            draft.tokens = tokens;
-            draft.drawn_from = best
+            let drawn = session.draft_with_noise(token, SAMPLED_BEST, &noise)?;
+            draft.tokens = drawn.tokens;
+            draft.drawn_from = drawn
+                .best
                 .chunks(SAMPLED_BEST)
                 .map(|row| softmax(row, sampler.temp))
                 .collect();
@@ -402,7 +403,7 @@ impl Speculator {
     }
 
     /// What followed the last time that the newest tokens stood in the text.
-    fn from_text(&mut self, tokens: &[u32], token: u32, most: usize) -> Vec<u32> {
+    fn guess_from_text(&mut self, tokens: &[u32], token: u32, most: usize) -> Vec<u32> {
         if self.params.ngram == 0 || most == 0 {
             return Vec::new();
         }

@@ -234,7 +234,10 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
             n_tokens: 64,
             n_kv: KV_PAD,
             n_outputs: 0,
+            best: false,
             head: HeadPass::Logits,
+            back: 0,
+            unsplit: false,
         };
         let observing =
             TrunkGraph::observing(config, model, &state, engine.backends(), shape).unwrap();
