@@ -45,6 +45,8 @@ pub struct Cli {
 pub enum Command {
     /// Turns a Hugging Face checkpoint into a GGUF file, draft head included.
     Convert(ConvertArgs),
+    /// A conversation in the terminal.
+    Chat(ChatArgs),
     /// Shows what is in a GGUF file: metadata, tensors, draft head, memory.
     Inspect(InspectArgs),
     /// Turns text into token ids.
@@ -322,7 +324,11 @@ pub enum Spec {
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub struct OffOr(pub Option<usize>);
 
-fn parse_spec(text: &str) -> Result<Spec, String> {
+/// Reads the value of `--spec`.
+///
+/// # Errors
+/// When it is neither `auto`, `off` nor a number that can be.
+pub fn parse_spec(text: &str) -> Result<Spec, String> {
     match (text, text.parse()) {
         ("auto", _) => Ok(Spec::Auto),
         ("off", _) => Ok(Spec::Fixed(0)),
@@ -347,7 +353,7 @@ fn parse_share(text: &str) -> Result<f32, String> {
 }
 
 /// How to choose tokens. What is not given comes from the model file, else from Qwen's recommendation.
-#[derive(Args, Debug, Default)]
+#[derive(Args, Debug, Default, Clone)]
 #[command(next_help_heading = "Sampling")]
 pub struct SamplingArgs {
     /// Always the most probable token
@@ -534,6 +540,54 @@ pub struct PerplexityArgs {
     /// Print each token's log-probability too
     #[arg(long, requires = "json")]
     pub token_logprobs: bool,
+}
+
+/// MiB for a conversation's saved states, where no number is given.
+pub const CACHE_RAM: usize = 1024;
+
+/// Arguments of `chat`.
+#[derive(Args, Debug, Clone)]
+#[command(after_help = "Keys and commands: press ? or F1, or write /help.")]
+pub struct ChatArgs {
+    /// Model and device.
+    #[command(flatten)]
+    pub model: ModelArgs,
+
+    /// System message (-sys)
+    #[arg(long, value_name = "TEXT")]
+    pub system_prompt: Option<String>,
+
+    /// Think before answering
+    #[arg(long, conflicts_with = "no_think")]
+    pub think: bool,
+
+    /// Answer without thinking
+    #[arg(long)]
+    pub no_think: bool,
+
+    /// Go on with a stored conversation; without a name, the newest
+    #[arg(long, value_name = "NAME", num_args = 0..=1, default_missing_value = "", conflicts_with = "no_save")]
+    pub resume: Option<String>,
+
+    /// Do not keep the conversation on disk
+    #[arg(long)]
+    pub no_save: bool,
+
+    /// Leave the mouse to the terminal: text can be selected, the wheel does not scroll
+    #[arg(long)]
+    pub no_mouse: bool,
+
+    /// MiB for saved states, from which a next turn, an edit or a regeneration goes on
+    #[arg(long, value_name = "MIB", default_value_t = CACHE_RAM)]
+    pub cache_ram: usize,
+
+    /// How to choose tokens.
+    #[command(flatten)]
+    pub sampling: SamplingArgs,
+
+    /// How to guess tokens ahead.
+    #[command(flatten)]
+    pub spec: SpecArgs,
 }
 
 /// Arguments of `tune`.

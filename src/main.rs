@@ -34,6 +34,7 @@ fn main() -> ExitCode {
     }
     let result = match &cli.command {
         None => cmd::run::run(&cli.run),
+        Some(Command::Chat(args)) => cmd::chat::run(args),
         Some(Command::Convert(args)) => cmd::convert::run(args),
         Some(Command::Inspect(args)) => cmd::inspect::run(args),
         Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),

@@ -32,6 +32,11 @@ impl StateCache {
         }
     }
 
+    /// Bytes that it may hold.
+    pub fn budget(&self) -> usize {
+        self.budget
+    }
+
     /// Bytes that it holds.
     pub fn bytes(&self) -> usize {
         self.snapshots.iter().map(Snapshot::bytes).sum()

@@ -568,6 +568,11 @@ impl Session {
         })
     }
 
+    /// Bytes of keys and values that each token takes.
+    pub fn token_bytes(&self) -> usize {
+        self.state.saved_bytes(1) - self.state.saved_bytes(0)
+    }
+
     /// Bytes that a snapshot would take now.
     pub fn snapshot_bytes(&self) -> usize {
         self.state.saved_bytes(self.n_past()) + self.n_past() * size_of::<u32>()

@@ -730,7 +730,15 @@ fn tune_keeps_what_it_measured_and_verify_compares() {
         command.env("XDG_CACHE_HOME", cache.path());
         command
     };
-    let output = run(in_cache().args(["tune", "-n", "24", "--draft-max", "2", "--json"]));
+    let output = run(in_cache().args([
+        "tune",
+        "-n",
+        "24",
+        "--draft-max",
+        "2",
+        "--no-tune",
+        "--json",
+    ]));
     assert_eq!(code(&output), 0, "{}", stderr(&output));
     let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
     let tried = object["record"]["tried"].as_array().unwrap();

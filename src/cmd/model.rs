@@ -28,6 +28,21 @@ const DEMO: &str = "models/demo-Q4_K_M.gguf";
 /// # Errors
 /// When there is neither.
 pub fn path(given: Option<&Path>) -> Result<PathBuf> {
+    let path = path_quietly(given)?;
+    if given.is_none() {
+        report::note(&format!(
+            "using the demo model {} (choose another with -m)",
+            path.display()
+        ));
+    }
+    Ok(path)
+}
+
+/// As [`path`], without a word about it.
+///
+/// # Errors
+/// See [`path`].
+pub fn path_quietly(given: Option<&Path>) -> Result<PathBuf> {
     if let Some(path) = given {
         return Ok(path.to_owned());
     }
@@ -47,10 +62,6 @@ pub fn path(given: Option<&Path>) -> Result<PathBuf> {
         )
         .into());
     };
-    report::note(&format!(
-        "using the demo model {} (choose another with -m)",
-        path.display()
-    ));
     Ok(path)
 }
 
@@ -60,6 +71,38 @@ pub fn path(given: Option<&Path>) -> Result<PathBuf> {
 /// When either fails.
 pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
     let path = path(args.model.as_deref())?;
+    // Mapped weights need no copy, and so no bar.
+    let mut bar = None;
+    let loaded = load_from(&path, args, &mut |done, total| {
+        let bar = bar.get_or_insert_with(|| progress_bar("loading"));
+        bar.set_length(total as u64);
+        bar.set_position(done as u64);
+    });
+    if let Some(bar) = bar {
+        bar.finish_and_clear();
+    }
+    loaded
+}
+
+/// As [`load`], but `progress` is told the share that is done, and nothing is printed.
+///
+/// # Errors
+/// See [`load`].
+pub fn load_quietly(
+    args: &ModelArgs,
+    progress: &mut dyn FnMut(f32),
+) -> Result<(Arc<Engine>, Tokenizer)> {
+    let path = path_quietly(args.model.as_deref())?;
+    load_from(&path, args, &mut |done, total| {
+        progress(done as f32 / total.max(1) as f32);
+    })
+}
+
+fn load_from(
+    path: &Path,
+    args: &ModelArgs,
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<(Arc<Engine>, Tokenizer)> {
     let params = EngineParams {
         device: args.device.clone(),
         n_threads: args.threads.map(usize::from),
@@ -71,17 +114,8 @@ pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
         mtp: args.mtp.clone(),
     };
     thread::scope(|scope| {
-        let tokenizer = scope.spawn(|| tokenizer(&path));
-        // Mapped weights need no copy, and so no bar.
-        let mut bar = None;
-        let engine = Engine::load(&path, &params, &mut |done, total| {
-            let bar = bar.get_or_insert_with(|| progress_bar("loading"));
-            bar.set_length(total as u64);
-            bar.set_position(done as u64);
-        });
-        if let Some(bar) = bar {
-            bar.finish_and_clear();
-        }
+        let tokenizer = scope.spawn(|| tokenizer(path));
+        let engine = Engine::load(path, &params, progress);
         // An engine that cannot be loaded is the better message: the tokenizer reads the same file.
         let engine = engine?;
         match tokenizer.join() {

@@ -19,7 +19,7 @@ use qrun::vocab;
 use serde_json::{Value, json};
 
 use super::{Outcome, UsageError, model};
-use crate::cli::{RunArgs, SamplingArgs};
+use crate::cli::{ChatArgs, RunArgs, SamplingArgs};
 use crate::report;
 
 /// Answers what the arguments ask.
@@ -30,6 +30,22 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
     if args.list_devices {
         model::list_devices()?;
         return Ok(Outcome::Done);
+    }
+    let terminal = std::io::stdin().is_terminal() && std::io::stdout().is_terminal();
+    let nothing_asked = args.prompt.is_none() && args.file.is_none() && args.prompts.is_none();
+    if terminal && nothing_asked && !args.json && !args.jsonl && !args.raw {
+        return super::chat::run(&ChatArgs {
+            model: args.model.clone(),
+            system_prompt: args.system_prompt.clone(),
+            think: args.think,
+            no_think: args.no_think,
+            sampling: args.sampling.clone(),
+            spec: args.spec.clone(),
+            resume: None,
+            no_save: false,
+            no_mouse: false,
+            cache_ram: crate::cli::CACHE_RAM,
+        });
     }
     let mut session_params = model::session_params(&args.model)?;
     let asked = Asked::read(args)?;
@@ -212,8 +228,11 @@ fn template(args: &RunArgs, engine: &Engine) -> Result<Option<ChatTemplate>> {
         .transpose()
 }
 
-/// Where the sampling comes from, and what it is.
-fn sampling(
+/// What the sampling is, and where it comes from.
+///
+/// # Errors
+/// When a value makes no sense.
+pub fn sampling(
     args: &SamplingArgs,
     engine: &Engine,
     thinking: bool,

@@ -1,0 +1,377 @@
+//! The thread that owns the model: takes orders, answers, and tells what happens.
+
+use std::path::PathBuf;
+use std::sync::Arc;
+use std::sync::mpsc::{Receiver, Sender};
+use std::time::{Duration, Instant};
+
+use anyhow::{Context as _, Result};
+use qrun::chat;
+use qrun::engine::Engine;
+use qrun::generate::{FinishReason, GenerateError, Generator, Piece, Request};
+use qrun::reuse::{Begun, StateCache};
+use qrun::sampler::Sampler;
+use qrun::session::{CancelToken, Session, SessionBytes};
+use qrun::speculate::{SpecStats, Speculator};
+use qrun::template::{ChatTemplate, RenderOptions, normalize_messages};
+use qrun::tokenizer::Tokenizer;
+use qrun::vocab;
+use serde_json::Value;
+
+use crate::cli::{ModelArgs, SamplingArgs, Spec, SpecArgs};
+use crate::cmd::{model, run};
+
+/// What the worker is asked to do.
+pub enum Order {
+    /// Use this model from now on.
+    Load(ModelArgs),
+    /// Answer a conversation.
+    Answer(Box<Question>),
+    /// Speculate so from now on.
+    Spec(Spec),
+}
+
+/// A conversation to be answered.
+pub struct Question {
+    /// Messages as templates take them.
+    pub messages: Value,
+    /// Whether to think; the template's own default where not said.
+    pub think: Option<bool>,
+    /// Flags and changes of the sampling.
+    pub sampling: SamplingArgs,
+    /// Ends the answer.
+    pub cancel: CancelToken,
+    /// Ends the thinking.
+    pub end_thinking: CancelToken,
+}
+
+/// What the worker tells.
+pub enum News {
+    /// A share of the model is loaded.
+    Loading(f32),
+    /// A model is ready.
+    Loaded(Box<Facts>),
+    /// No model could be loaded.
+    NotLoaded(String),
+    /// The prompt of an answer was begun.
+    Begun(Begun),
+    /// Tokens of the prompt processed and to process, and the time it took so far.
+    Prompt(usize, usize, Duration),
+    /// A piece of the thinking.
+    Thinking(String),
+    /// A piece of the answer.
+    Text(String),
+    /// Figures after a pass.
+    Pass(Box<Figures>),
+    /// The answer ended.
+    Done(Box<Ending>),
+    /// The answer failed.
+    Failed(String),
+}
+
+/// What there is to know of a model.
+pub struct Facts {
+    /// Name and weight type.
+    pub name: String,
+    /// Device and the like.
+    pub detail: String,
+    /// Context limit.
+    pub n_ctx: usize,
+    /// Why the draft head is on or off.
+    pub mtp: String,
+    /// Bytes of weights: mapped, and copied.
+    pub weights: (usize, usize),
+}
+
+/// Figures while an answer is made.
+pub struct Figures {
+    /// Tokens of the answer so far.
+    pub n_tokens: usize,
+    /// Time since the first token.
+    pub decode_time: Duration,
+    /// Guesses before the next pass; none without speculation.
+    pub depth: Option<usize>,
+    /// What speculation did so far.
+    pub stats: Option<SpecStats>,
+    /// Tokens in the session.
+    pub n_past: usize,
+    /// Keys and values of these tokens.
+    pub kv_bytes: usize,
+    /// What the session takes.
+    pub bytes: SessionBytes,
+    /// What saved states take.
+    pub snapshots: usize,
+}
+
+/// How an answer ended.
+pub struct Ending {
+    /// The answer.
+    pub text: String,
+    /// The thinking before it.
+    pub reasoning: String,
+    /// Why.
+    pub reason: FinishReason,
+    /// Tokens of answer and thinking, and tokens a second.
+    pub n_tokens: usize,
+    /// Tokens of thinking.
+    pub n_reasoning: usize,
+    /// Tokens a second.
+    pub tps: f64,
+}
+
+/// A model that is ready.
+struct Loaded {
+    engine: Arc<Engine>,
+    tokenizer: Tokenizer,
+    template: ChatTemplate,
+    session: Session,
+    speculator: Option<Speculator>,
+    states: StateCache,
+}
+
+/// Works until nobody gives orders any more.
+pub fn work(
+    orders: &Receiver<Order>,
+    news: &Sender<News>,
+    mut model_args: ModelArgs,
+    mut spec: SpecArgs,
+    cache_ram: usize,
+) {
+    let mut loaded = load(&model_args, &spec, cache_ram, news);
+    while let Ok(order) = orders.recv() {
+        match order {
+            Order::Load(args) => {
+                // The old model goes first: both may not fit.
+                loaded = None;
+                model_args = args;
+                loaded = load(&model_args, &spec, cache_ram, news).or(loaded);
+            }
+            Order::Spec(depth) => {
+                spec.spec = depth;
+                if let Some(model) = &mut loaded
+                    && let Err(error) = model.speculate(&model_args, &spec)
+                {
+                    let _ = news.send(News::Failed(crate::report::error_line(&error)));
+                }
+            }
+            Order::Answer(question) => {
+                let Some(model) = &mut loaded else {
+                    let _ = news.send(News::Failed("no model is loaded".to_owned()));
+                    continue;
+                };
+                let _ = news.send(match model.answer(&question, news) {
+                    Ok(ending) => News::Done(Box::new(ending)),
+                    Err(error) => News::Failed(crate::report::error_line(&error)),
+                });
+            }
+        }
+    }
+}
+
+fn load(
+    args: &ModelArgs,
+    spec: &SpecArgs,
+    cache_ram: usize,
+    news: &Sender<News>,
+) -> Option<Loaded> {
+    let result = Loaded::new(args, spec, cache_ram, &mut |share| {
+        let _ = news.send(News::Loading(share));
+    });
+    match result {
+        Ok(loaded) => {
+            let _ = news.send(News::Loaded(Box::new(loaded.facts())));
+            Some(loaded)
+        }
+        Err(error) => {
+            let _ = news.send(News::NotLoaded(crate::report::error_line(&error)));
+            None
+        }
+    }
+}
+
+impl Loaded {
+    fn new(
+        args: &ModelArgs,
+        spec: &SpecArgs,
+        cache_ram: usize,
+        progress: &mut dyn FnMut(f32),
+    ) -> Result<Self> {
+        let mut params = model::session_params(args)?;
+        let (engine, tokenizer) = model::load_quietly(args, progress)?;
+        let file = engine.files().main();
+        let source = vocab::chat_template(file).with_context(|| {
+            format!(
+                "{}: has no chat template, so it cannot chat",
+                file.path().display()
+            )
+        })?;
+        let template = ChatTemplate::new(&source)
+            .with_context(|| format!("{}: its chat template", file.path().display()))?;
+        let (speculation, tuned) = model::speculation(spec, &engine, &tokenizer, &mut params)?;
+        Ok(Self {
+            session: Session::new(engine.clone(), params)?,
+            speculator: speculation.map(|params| Speculator::new(params, tuned)),
+            states: StateCache::new(cache_ram),
+            engine,
+            tokenizer,
+            template,
+        })
+    }
+
+    /// Goes on with another kind of speculation: the session begins anew, since it may have to keep more.
+    fn speculate(&mut self, args: &ModelArgs, spec: &SpecArgs) -> Result<()> {
+        let mut params = model::session_params(args)?;
+        let (speculation, tuned) =
+            model::speculation(spec, &self.engine, &self.tokenizer, &mut params)?;
+        let session = Session::new(self.engine.clone(), params)?;
+        // Without a draft head's state the saved ones have another shape.
+        self.states = StateCache::new(self.states.budget());
+        self.session = session;
+        self.speculator = speculation.map(|params| Speculator::new(params, tuned));
+        Ok(())
+    }
+
+    fn facts(&self) -> Facts {
+        let (engine, config) = (&self.engine, self.engine.config());
+        let weights = engine.weight_bytes();
+        let device = engine.backends()[0].device();
+        let file = engine.files().main();
+        let name = file
+            .path()
+            .file_stem()
+            .unwrap_or_default()
+            .to_string_lossy();
+        Facts {
+            name: name.into_owned(),
+            detail: device.name().to_owned(),
+            n_ctx: self.session.params().n_ctx.min(config.n_ctx_train.max(1)),
+            mtp: engine.mtp_status().reason.clone(),
+            weights: (weights.mapped, weights.copied + weights.repacked),
+        }
+    }
+
+    fn render(&self, question: &Question, generation: bool) -> Result<String> {
+        let name = |id: Option<u32>| {
+            id.map(|id| String::from_utf8_lossy(self.tokenizer.token_bytes(id)).into_owned())
+                .unwrap_or_default()
+        };
+        self.template
+            .render(&RenderOptions {
+                messages: &normalize_messages(&question.messages),
+                tools: None,
+                add_generation_prompt: generation,
+                enable_thinking: question.think,
+                bos_token: &name(self.tokenizer.bos()),
+                eos_token: &name(self.tokenizer.eos()),
+            })
+            .context("rendering the chat template")
+    }
+
+    fn answer(&mut self, question: &Question, news: &Sender<News>) -> Result<Ending> {
+        let tell = |what: News| {
+            let _ = news.send(what);
+        };
+        let text = self.render(question, true)?;
+        let thinking = chat::ends_in_thinking(&text);
+        let prompt = self.tokenizer.encode(&text, true)?;
+        // A later turn's prompt is the same up to where the answer's own beginning starts.
+        let without = self
+            .tokenizer
+            .encode(&self.render(question, false)?, true)?;
+        let same = prompt.iter().zip(&without).take_while(|(a, b)| a == b);
+        let boundary = same.count();
+
+        let (params, _) = run::sampling(&question.sampling, &self.engine, thinking)?;
+        let mut sampler = Sampler::new(params)?;
+        let start = Instant::now();
+        let (mut told, n) = (0, prompt.len());
+        let (begun, last) = self
+            .states
+            .process(
+                &mut self.session,
+                &prompt,
+                boundary,
+                &question.cancel,
+                &mut |done, all| {
+                    told = done;
+                    tell(News::Prompt(done, all, start.elapsed()));
+                },
+            )
+            .map_err(GenerateError::from)?;
+        tell(News::Begun(begun));
+        if told == 0 {
+            tell(News::Prompt(
+                n - begun.reused,
+                n - begun.reused,
+                start.elapsed(),
+            ));
+        }
+        prompt[..n - 1]
+            .iter()
+            .for_each(|&token| sampler.accept(token));
+
+        let request = Request {
+            prompt: vec![last],
+            thinking: Some(thinking),
+            end_thinking: question.end_thinking.clone(),
+            ..Request::default()
+        };
+        let first = Instant::now();
+        let (n_past, snapshots) = (self.session.n_past(), self.states.bytes());
+        let (bytes, a_token) = (self.session.bytes(), self.session.token_bytes());
+        let mut watch = |speculator: Option<&Speculator>, n_tokens: usize| {
+            tell(News::Pass(Box::new(Figures {
+                n_tokens,
+                decode_time: first.elapsed(),
+                depth: speculator.map(Speculator::depth),
+                stats: speculator.map(Speculator::stats),
+                n_past: n_past + n_tokens,
+                kv_bytes: (n_past + n_tokens) * a_token,
+                bytes,
+                snapshots,
+            })));
+        };
+        let answer = Generator {
+            session: &mut self.session,
+            tokenizer: &self.tokenizer,
+            sampler: &mut sampler,
+            constraint: None,
+            speculator: self.speculator.as_mut(),
+            watch: Some(&mut watch),
+        }
+        .answer(&request, &question.cancel, &mut |piece| {
+            tell(match piece {
+                Piece::Reasoning(text) => News::Thinking(text.to_owned()),
+                Piece::Text(text) => News::Text(text.to_owned()),
+            });
+            Ok(())
+        })?;
+        self.states.save(&self.session)?;
+        Ok(Ending {
+            tps: answer.decode_tps(),
+            n_tokens: answer.tokens.len(),
+            n_reasoning: answer.n_reasoning,
+            reason: answer.finish_reason,
+            text: answer.text,
+            reasoning: answer.reasoning,
+        })
+    }
+}
+
+/// Models near the one in use: GGUF files in its folder.
+pub fn models_beside(current: Option<&std::path::Path>) -> Vec<(PathBuf, u64)> {
+    let Some(folder) = current.and_then(std::path::Path::parent) else {
+        return Vec::new();
+    };
+    let entries = std::fs::read_dir(folder).into_iter().flatten().flatten();
+    let mut list: Vec<(PathBuf, u64)> = entries
+        .filter_map(|entry| {
+            let path = entry.path();
+            let named = path.extension().is_some_and(|e| e == "gguf");
+            named.then_some(())?;
+            Some((path, entry.metadata().ok()?.len()))
+        })
+        .collect();
+    list.sort();
+    list
+}
