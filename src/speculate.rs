@@ -225,8 +225,13 @@ pub struct Speculator {
 }
 
 /// Plain passes before guessing is tried again where it did not pay: few at first, then more and more.
-const FIRST_PATIENCE: u64 = 32;
-const LAST_PATIENCE: u64 = 512;
+const FIRST_PATIENCE: u64 = 64;
+const LAST_PATIENCE: u64 = 1024;
+/// Plain passes before guessing is tried at all, and the depth of the first trial.
+const FIRST_PLAIN: usize = 16;
+const FIRST_TRIAL: usize = 2;
+/// A cost that was not measured is taken to be this share of what others let expect.
+const HOPE: f64 = 0.9;
 /// A pass that guesses again now and then without a draft keeps the plain cost up to date.
 const PLAIN_EVERY: u64 = 256;
 /// First guesses of which not one was right, when even a poor head would have been right once.
@@ -437,12 +442,21 @@ impl Speculator {
         if self.stats.rounds > 0 && self.stats.passes.is_multiple_of(PLAIN_EVERY) {
             return 0;
         }
+        if self.pass_or_guess(2).is_none() || self.draft_or_guess(1).is_none() {
+            // Nothing is known of wider passes: one depth says enough about the others. Its first round only warms
+            // up, so two are made, when the text is long enough to be worth it.
+            return if self.passes[1].n < FIRST_PLAIN {
+                0
+            } else {
+                FIRST_TRIAL.min(most)
+            };
+        }
         let (mut best, mut best_rate, mut best_trial) = (0, MARGIN / plain, (1, 0.0));
         for depth in 1..=most {
             let (Some(pass), Some(draft)) =
                 (self.pass_or_guess(depth + 1), self.draft_or_guess(depth))
             else {
-                break;
+                continue;
             };
             let right = self.right[..depth].iter().map(|r| r.value());
             let rate = expected_tokens(right) / (pass + draft);
@@ -475,24 +489,25 @@ impl Speculator {
         measured.or_else(|| tuned().filter(|&s| s > 0.0))
     }
 
-    /// What a pass takes, or a hopeful guess: only what is tried gets measured.
+    /// What a pass takes; between and beyond the widths that were measured, along the line through the plain one and
+    /// the widest. A little less than the line says: only what is tried gets measured.
     fn pass_or_guess(&self, width: usize) -> Option<f64> {
         self.pass_cost(width).or_else(|| {
-            let (narrower, cost) = (1..width)
+            let plain = self.pass_cost(1)?;
+            let (widest, cost) = (2..=MAX_DEPTH + 1)
                 .rev()
                 .find_map(|n| Some((n, self.pass_cost(n)?)))?;
-            let plain = self.pass_cost(1)?;
-            Some(cost + 0.1 * plain * (width - narrower) as f64)
+            let slope = (cost - plain) / (widest - 1) as f64;
+            Some(plain + HOPE * slope * (width - 1) as f64)
         })
     }
 
     fn draft_or_guess(&self, depth: usize) -> Option<f64> {
         self.draft_cost(depth).or_else(|| {
-            let shorter = (1..depth)
+            let step = (1..=MAX_DEPTH)
                 .rev()
-                .find_map(|n| Some(self.draft_cost(n)? / n as f64));
-            let step = shorter.or_else(|| Some(0.1 * self.pass_cost(1)?))?;
-            Some(step * depth as f64)
+                .find_map(|n| Some(self.draft_cost(n)? / n as f64))?;
+            Some(HOPE * step * depth as f64)
         })
     }
 

@@ -730,15 +730,7 @@ fn tune_keeps_what_it_measured_and_verify_compares() {
         command.env("XDG_CACHE_HOME", cache.path());
         command
     };
-    let output = run(in_cache().args([
-        "tune",
-        "-n",
-        "24",
-        "--draft-max",
-        "2",
-        "--no-tune",
-        "--json",
-    ]));
+    let output = run(in_cache().args(["tune", "-n", "24", "--draft-max", "2", "--json"]));
     assert_eq!(code(&output), 0, "{}", stderr(&output));
     let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
     let tried = object["record"]["tried"].as_array().unwrap();
@@ -771,6 +763,7 @@ fn tune_keeps_what_it_measured_and_verify_compares() {
         "--spec",
         "3",
         "--spec-exact",
+        "--no-tune",
         "--json",
     ]));
     assert_eq!(code(&output), 0, "{}", stderr(&output));
@@ -781,4 +774,48 @@ fn tune_keeps_what_it_measured_and_verify_compares() {
     );
     let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
     assert_eq!(object["same"], 6);
+}
+
+#[test]
+fn a_chat_without_a_terminal_goes_line_by_line() {
+    let data = tempfile::tempdir().unwrap();
+    let chat = |args: &[&str], input: &str| {
+        let mut command = qrun();
+        command
+            .env("XDG_DATA_HOME", data.path())
+            .arg("chat")
+            .args(args);
+        piped(&mut command, input.as_bytes())
+    };
+    let output = chat(
+        &["--temp", "0"],
+        "What is the capital of France?\n\nMy name is Anna.\n/quit\nnot read\n",
+    );
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    let answers = stdout(&output);
+    assert_eq!(
+        answers.lines().next(),
+        Some("The capital of France is Paris.")
+    );
+    assert!(
+        answers.lines().count() >= 2 && !answers.contains('>'),
+        "{answers}"
+    );
+
+    // It was kept, and goes on.
+    let kept = data
+        .path()
+        .join("qrun/chats/what-is-the-capital-of-france.jsonl");
+    let text = std::fs::read_to_string(&kept).unwrap();
+    assert_eq!(text.lines().count(), 5, "{text}");
+    let output = chat(&["--temp", "0", "--resume"], "What is my name?\n");
+    assert_eq!(code(&output), 0, "{}", stderr(&output));
+    assert!(std::fs::read_to_string(&kept).unwrap().lines().count() == 7);
+    let output = chat(&["--resume", "nothing"], "Hello\n");
+    assert_eq!(code(&output), 1);
+    assert!(stderr(&output).contains("nothing"), "{}", stderr(&output));
+    let output = chat(&["--no-save", "--temp", "0"], "Name a colour.\n");
+    assert_eq!(code(&output), 0);
+    let folder = data.path().join("qrun/chats");
+    assert_eq!(std::fs::read_dir(folder).unwrap().count(), 1);
 }

@@ -7,11 +7,12 @@ mod variants;
 
 use std::fs;
 
+use ggml_metal::DType;
 use qrun::conversation::{Conversation, Message, list, path_of};
 use qrun::reuse::StateCache;
 use qrun::session::{Outputs, Session, SessionParams};
 use support::*;
-use variants::Random;
+use variants::{Random, Variant};
 
 fn message(role: &str, content: &str) -> Message {
     Message {
@@ -94,7 +95,17 @@ fn params() -> SessionParams {
 
 #[test]
 fn a_next_turn_processes_only_what_is_new() {
-    let engine = engine(&demo());
+    // In F32, where a prompt gives the same logits however it is cut.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let mut variant = Variant::read(&demo());
+    for tensor in &mut variant.tensors {
+        let values = tensor.dtype.dequantize(&tensor.data).unwrap();
+        tensor.data = values.iter().flat_map(|v| v.to_le_bytes()).collect();
+        tensor.dtype = DType::F32;
+    }
+    variant.write(&path);
+    let engine = engine(&path);
     let n_vocab = engine.config().n_vocab as usize;
     let mut session = Session::new(engine.clone(), params()).unwrap();
     let mut random = Random(5);
@@ -129,7 +140,7 @@ fn a_next_turn_processes_only_what_is_new() {
         // As a fresh session that is given everything.
         let mut fresh = Session::new(engine.clone(), params()).unwrap();
         let expected = fresh.eval(&text, Outputs::Last, &never()).unwrap();
-        assert!(max_diff(&logits, expected) < 2e-2, "turn {turn}");
+        assert!(max_diff(&logits, expected) < 1e-3, "turn {turn}");
         // The answer: all but its last token is processed.
         let answer: Vec<u32> = (0..6).map(|_| random.below(n_vocab) as u32).collect();
         session.eval(&answer[..5], Outputs::None, &never()).unwrap();
