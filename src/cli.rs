@@ -305,8 +305,8 @@ pub struct SpecArgs {
     #[arg(long, value_name = "RATES", value_delimiter = ',', hide = true)]
     pub spec_synth_rates: Vec<f64>,
 
-    /// Same bits at every width of a pass, so that greedy text is the same to the last token (on the CPU, up to 6
-    /// guesses)
+    /// Refuse what could make greedy text differ from plain decoding's where two tokens are almost equally probable:
+    /// other devices than the CPU, repacked weights, more than 6 guesses
     #[arg(long)]
     pub spec_exact: bool,
 }

@@ -36,9 +36,6 @@ pub struct SessionParams {
     pub mtp: bool,
     /// Tokens of one pass that [`Session::reject`] can take back; costs as many copies of the recurrent state.
     pub n_rollback: usize,
-    /// Give the same bits whatever the width of a pass, where the device's kernels allow it: a single token then
-    /// goes through attention as two do. See `docs/ARCHITECTURE.md`.
-    pub exact: bool,
     /// The tokens that the draft head chooses from; all where there is none.
     pub draft_vocab: Option<DraftVocab>,
 }
@@ -54,7 +51,6 @@ impl Default for SessionParams {
             },
             mtp: false,
             n_rollback: 0,
-            exact: false,
             draft_vocab: None,
         }
     }
@@ -401,7 +397,7 @@ impl Session {
                 best: best && n_outputs > 0,
                 head,
                 back: self.back,
-                unsplit: self.params.exact && chunk.len() == 1,
+                unsplit: self.backend().device().kind() == DeviceKind::Cpu,
             };
             let graph = self.graph(shape)?;
             let start = Instant::now();

@@ -775,13 +775,10 @@ fn acceptance_is_what_teacher_forcing_says() {
 }
 
 #[test]
-fn exact_mode_gives_plain_decodings_bits_for_quantized_weights() {
+fn speculation_gives_plain_decodings_bits_for_quantized_weights() {
     // Long enough that plain decoding would split its keys between threads.
     let model = Model::open(&demo());
-    let exact = SessionParams {
-        exact: true,
-        ..SessionParams::default()
-    };
+    let exact = SessionParams::default();
     let mut prompt = model.chat(QUESTIONS[5]);
     let mut story = prompt.clone();
     while prompt.len() < 560 {

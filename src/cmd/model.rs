@@ -170,7 +170,6 @@ pub fn speculation(
     tokenizer: &Tokenizer,
     session: &mut SessionParams,
 ) -> Result<(Option<SpecParams>, Option<Costs>)> {
-    session.exact = args.spec_exact;
     let depth = match args.spec {
         Spec::Auto => Depth::Auto,
         Spec::Fixed(n) => Depth::Fixed(usize::from(n)),
@@ -180,6 +179,18 @@ pub fn speculation(
         draft_max = n;
     }
     if args.spec_exact {
+        if engine
+            .config()
+            .layers
+            .iter()
+            .any(|l| !l.recurrent && l.n_head_kv % 2 != 0)
+        {
+            return Err(UsageError(
+                "--spec-exact: attention with an odd number of key heads rounds in another way for single tokens"
+                    .to_owned(),
+            )
+            .into());
+        }
         if engine.weight_bytes().repacked > 0 {
             return Err(UsageError(
                 "--spec-exact: repacked weights round in another way; leave out --repack"

@@ -3,7 +3,7 @@
 use anyhow::Result;
 use qrun::generate::{Generator, Request};
 use qrun::sampler::{Sampler, SamplerParams};
-use qrun::session::{CancelToken, Outputs, Session, SessionParams};
+use qrun::session::{CancelToken, Outputs, Session};
 use qrun::speculate::Speculator;
 use serde_json::json;
 
@@ -25,10 +25,6 @@ pub fn run(args: &VerifyArgs) -> Result<Outcome> {
         return Err(
             UsageError(format!("nothing to verify: {}", engine.mtp_status().reason)).into(),
         );
-    };
-    let plain_params = SessionParams {
-        exact: params.exact,
-        ..plain_params
     };
     let mut plain = Session::new(engine.clone(), plain_params)?;
     let mut guessing = Session::new(engine.clone(), params)?;

@@ -95,8 +95,7 @@ struct Inputs {
     positions: Tensor,
     /// The cell that each token's key and value go to, `[n_tokens]` I64.
     cells: Tensor,
-    /// 0 where a token may look, -inf where not, `[n_kv, n_tokens]` F16; one row more where a single token goes
-    /// through attention twice.
+    /// 0 where a token may look, -inf where not, `[n_kv, n_tokens]` F16.
     mask: Tensor,
     /// As `mask`, without cell 0, which the draft head leaves unused.
     head_mask: Option<Tensor>,
@@ -167,7 +166,6 @@ impl TrunkGraph {
             shape.n_tokens,
             shape.n_kv,
             shape.head == HeadPass::Logits,
-            shape.unsplit,
         );
         let pass = Pass {
             ctx,
@@ -178,6 +176,7 @@ impl TrunkGraph {
             // What is observed is named after the matrices of the file.
             joins: observer.is_none()
                 && (shape.n_tokens > 1 || backends[0].device().kind() == DeviceKind::Cpu),
+            unsplit: shape.unsplit,
             n_slots: state.n_slots(),
             back: shape.back,
             observer,
@@ -375,7 +374,7 @@ impl DraftGraph {
         };
         let mut inputs = Vec::with_capacity(shape.depth);
         for _ in 0..shape.depth {
-            inputs.push(Inputs::new(ctx, 1, shape.n_kv, true, false));
+            inputs.push(Inputs::new(ctx, 1, shape.n_kv, true));
         }
         let (mut tokens, mut kept, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
         let mut hidden = None; // [n_embd, 1]
@@ -387,6 +386,7 @@ impl DraftGraph {
                 n_tokens: 1,
                 n_kv: shape.n_kv as i64,
                 joins: backends[0].device().kind() == DeviceKind::Cpu,
+                unsplit: false,
                 n_slots: state.n_slots(),
                 back: shape.back,
                 observer: None,
@@ -542,14 +542,13 @@ fn node_capacity(config: &Config, depth: usize) -> usize {
 }
 
 impl Inputs {
-    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool, unsplit: bool) -> Self {
+    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool) -> Self {
         let (n, n_kv) = (n_tokens as i64, n_kv as i64);
-        let n_masked = if unsplit { n.max(2) } else { n };
         Self {
             tokens: ctx.input("tokens", DType::I32, &[n]),
             positions: ctx.input("positions", DType::I32, &[4 * n]),
             cells: ctx.input("cells", DType::I64, &[n]),
-            mask: ctx.input("mask", DType::F16, &[n_kv, n_masked]),
+            mask: ctx.input("mask", DType::F16, &[n_kv, n]),
             head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
             scratch: Scratch::default(),
         }
@@ -580,29 +579,28 @@ impl Inputs {
             graph.stage(&self.cells, &scratch.cells)?;
         }
         if self.mask.is_allocated() {
-            stage_mask(graph, &self.mask, n, n_past, 0, &mut scratch.mask)?;
+            stage_mask(graph, &self.mask, n_past, 0, &mut scratch.mask)?;
         }
         if let Some(mask) = &self.head_mask {
-            stage_mask(graph, mask, n, n_past, 1, &mut scratch.mask)?;
+            stage_mask(graph, mask, n_past, 1, &mut scratch.mask)?;
         }
         Ok(())
     }
 }
 
-/// Lets the token in row `i` of `n` see the cells `first..=n_past + i`, and further rows what the last one sees. Row 0 of an empty context would see nothing when
+/// Lets the token in row `i` see the cells `first..=n_past + i`. Row 0 of an empty context would see nothing when
 /// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
 fn stage_mask(
     graph: &mut Graph,
     mask: &Tensor,
-    n: usize,
     n_past: usize,
     first: usize,
     bytes: &mut Vec<u8>,
 ) -> Result<()> {
-    let (n_kv, n_rows) = (mask.ne(0) as usize, mask.ne(1) as usize);
+    let (n_kv, n) = (mask.ne(0) as usize, mask.ne(1) as usize);
     bytes.clear();
-    for row in 0..n_rows {
-        let last = n_past + row.min(n - 1);
+    for row in 0..n {
+        let last = n_past + row;
         let first = first.min(last);
         let cell = |cell| {
             if (first..=last).contains(&cell) {
@@ -626,6 +624,8 @@ struct Pass<'a> {
     /// Whether matrices that follow each other in memory are multiplied as one. For a single token CUDA has an
     /// operation of its own for two products and their SwiGLU.
     joins: bool,
+    /// See [`TrunkShape::unsplit`].
+    unsplit: bool,
     /// States that the recurrent layers keep.
     n_slots: usize,
     /// The slot that the pass begins from.
@@ -859,24 +859,26 @@ impl Pass<'_> {
             .rope(&q, &self.inputs.positions, &self.config.rope)
             .named(format!("q-{il}"));
         let q = self.rotated(&q, cache.rotations.k.as_ref());
-        let q = if mask.ne(1) > n {
-            ctx.concat(&q, &q, 2)
+        // ggml's CPU splits the keys of a single row between threads, unless there are several sequences: half of
+        // the heads then pass for a second one.
+        let groups = if self.unsplit && n == 1 && N_SEQS == 1 && config.n_head_kv % 2 == 0 {
+            2
         } else {
-            q
+            1
         };
-        let q = ctx.permute(&q, [0, 2, 1, 3]); // [head_dim, n, n_head]
+        let q = if groups > 1 {
+            ctx.reshape(&q, &[head_dim, 1, n_head / groups, groups])
+        } else {
+            ctx.permute(&q, [0, 2, 1, 3]) // [head_dim, n, n_head]
+        };
 
-        let k = self.cells(&cache.k, config.n_head_kv); // [head_dim, n_kv, n_head_kv, n_seqs]
-        let v = self.cells(&cache.v, config.n_head_kv);
+        // [head_dim, n_kv, n_head_kv, n_seqs], or with the heads in groups
+        let k = self.cells(&cache.k, config.n_head_kv, groups);
+        let v = self.cells(&cache.v, config.n_head_kv, groups);
         let scale = 1.0 / (head_dim as f32).sqrt();
         let out = ctx
             .flash_attn(&q, &k, &v, mask, scale)
             .named(format!("attn_out-{il}"));
-        let out = if mask.ne(1) > n {
-            ctx.view(&out, &[head_dim, n_head, n], &[out.nb(1), out.nb(2)], 0)
-        } else {
-            out
-        };
         let out = self.rotated(&out, cache.rotations.v.as_ref());
         let out = ctx.reshape(&out, &[head_dim * n_head, n]);
 
@@ -897,14 +899,19 @@ impl Pass<'_> {
             .reshape(&self.ctx.hadamard(rotation, &blocks), &x.shape())
     }
 
-    /// The cells that attention looks at, heads apart.
-    fn cells(&self, cache: &Tensor, n_head_kv: i64) -> Tensor {
+    /// The cells that attention looks at, heads apart, and in groups that pass for sequences.
+    fn cells(&self, cache: &Tensor, n_head_kv: i64, groups: i64) -> Tensor {
         let head = cache.dtype().row_bytes(self.config.head_dim as usize);
-        let sequence = cache.nb(1) * (cache.ne(1) / N_SEQS) as usize;
+        let (n, outer) = (n_head_kv / groups, N_SEQS * groups);
+        let stride = if groups > 1 {
+            head * n as usize
+        } else {
+            cache.nb(1) * (cache.ne(1) / N_SEQS) as usize
+        };
         self.ctx.view(
             cache,
-            &[self.config.head_dim, self.n_kv, n_head_kv, N_SEQS],
-            &[cache.nb(1), head, sequence],
+            &[self.config.head_dim, self.n_kv, n, outer],
+            &[cache.nb(1), head, stride],
             0,
         )
     }
