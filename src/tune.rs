@@ -131,7 +131,15 @@ impl TuneRecord {
         let path = key.path()?;
         let text = match std::fs::read_to_string(&path) {
             Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+            // A cache that is someone else's is as good as none.
+            Err(error)
+                if matches!(
+                    error.kind(),
+                    std::io::ErrorKind::NotFound | std::io::ErrorKind::PermissionDenied
+                ) =>
+            {
+                return Ok(None);
+            }
             Err(error) => return Err(error).with_context(|| format!("reading {}", path.display())),
         };
         let record: Self = serde_json::from_str(&text)

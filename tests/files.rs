@@ -27,6 +27,7 @@ fn qrun() -> Command {
         .env("QRUN_CONFIG", "")
         .env("QRUN_MODEL", demo())
         .env("QRUN_THREADS", "2")
+        .env("XDG_CACHE_HOME", std::env::temp_dir().join("qrun-no-cache"))
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped());
