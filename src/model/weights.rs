@@ -286,14 +286,19 @@ impl<'a> Plan<'a> {
     pub fn make(files: &'a ModelFiles) -> Result<Self> {
         let mut status = MtpStatus::of(files);
         let health = if status.on {
-            head_health(files)?
+            head_health(files)
         } else {
             HeadHealth::Sound
         };
-        if health == HeadHealth::Zero {
+        let damage = match health {
+            HeadHealth::Zero => Some("the MTP block holds nothing but zeros"),
+            HeadHealth::NotFinite => Some("the MTP block's norms hold values that are not numbers"),
+            HeadHealth::Sound | HeadHealth::ZeroCentred => None,
+        };
+        if let Some(reason) = damage {
             status = MtpStatus {
                 on: false,
-                reason: "the MTP block holds nothing but zeros".to_owned(),
+                reason: reason.to_owned(),
             };
         }
         let mut wanted: Vec<Wanted<'a>> = Vec::new();
