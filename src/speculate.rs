@@ -282,11 +282,6 @@ impl Speculator {
         self.first_guesses.0 >= HOPELESS && self.first_guesses.1 == 0
     }
 
-    /// How it speculates.
-    pub fn params(&self) -> &SpecParams {
-        &self.params
-    }
-
     /// What it did since the last [`Speculator::take_stats`].
     pub fn stats(&self) -> SpecStats {
         SpecStats {

@@ -172,9 +172,4 @@ impl TuneRecord {
         written.with_context(writing)?;
         Ok(path)
     }
-
-    /// The combination that was fastest.
-    pub fn best(&self) -> Option<&Tried> {
-        self.tried.iter().max_by(|a, b| a.tps.total_cmp(&b.tps))
-    }
 }

@@ -42,7 +42,15 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
     let (model_args, spec, cache) = (args.model.clone(), args.spec.clone(), args.cache_ram);
     thread::Builder::new()
         .name("model".to_owned())
-        .spawn(move || worker::work(&orders_in, &news_out, model_args, spec, cache << 20))
+        .spawn(move || {
+            worker::work(
+                &orders_in,
+                &news_out,
+                model_args,
+                spec,
+                cache.saturating_mul(1 << 20),
+            )
+        })
         .context("starting the model's thread")?;
     loop {
         match news.recv().context("the model's thread has ended")? {
