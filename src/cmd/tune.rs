@@ -217,7 +217,7 @@ impl Trial {
     }
 }
 
-/// The smallest cost of each width and depth over all trials; of drafts, with the vocabulary that was fastest.
+/// The smallest cost of each width over all trials, and of each draft from the whole vocabulary.
 fn all_costs(trials: &[Trial]) -> Costs {
     let mut all = Costs::default();
     let smallest = |to: &mut Vec<f64>, from: &[f64]| {
@@ -228,10 +228,15 @@ fn all_costs(trials: &[Trial]) -> Costs {
             }
         }
     };
-    for speculator in trials.iter().filter_map(|t| t.speculator.as_ref()) {
-        let costs = speculator.costs();
+    for trial in trials {
+        let Some(costs) = trial.speculator.as_ref().map(Speculator::costs) else {
+            continue;
+        };
         smallest(&mut all.pass, &costs.pass);
-        smallest(&mut all.draft, &costs.draft);
+        // Later runs draft from the whole vocabulary unless they are told otherwise.
+        if trial.draft_vocab.is_none() {
+            smallest(&mut all.draft, &costs.draft);
+        }
     }
     all
 }
