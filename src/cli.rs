@@ -57,6 +57,8 @@ pub enum Command {
     Perplexity(PerplexityArgs),
     /// Measures which depth of speculation pays here, and keeps it for later runs.
     Tune(TuneArgs),
+    /// Measures how fast a model is here: llama-bench's tests and more.
+    Bench(BenchArgs),
     /// Checks that speculation gives the same text as plain decoding.
     Verify(VerifyArgs),
     /// Gives a model's matrices types of fewer bits.
@@ -78,7 +80,8 @@ pub enum Command {
 /// Which model, where, how.
 #[derive(Args, Debug, Clone)]
 pub struct ModelArgs {
-    /// GGUF file, any part of a split one; without it the demo model
+    /// GGUF file, any part of a split one; without it the demo model. `synthetic:SHAPE[:TYPE]`, such as
+    /// synthetic:9b:q4_k_m, has the size and speed of that model, and random weights
     #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
     pub model: Option<PathBuf>,
 
@@ -703,6 +706,181 @@ pub enum GgufCommand {
     Set(SetArgs),
 }
 
+/// Arguments of `bench`.
+#[derive(Args, Debug, Clone)]
+#[command(
+    after_help = "Several values, separated by commas, make a test of each combination. Speeds are means with their \
+    standard deviation.\n\nA test's name says what is timed: pp512, a prompt of 512 tokens; tg128, 128 tokens, one a \
+    pass; pp512+tg128, both; @ d4096, with 4096 tokens in the context before. `pp512 head` is the prompt with the draft \
+    head's keys and values, `tg128 spec 2` greedy text with two guesses before each pass, `ttft512` the time from the \
+    prompt's tokens to the first token of the answer."
+)]
+pub struct BenchArgs {
+    /// GGUF file; without it the demo model. `synthetic:SHAPE[:TYPE]`, such as synthetic:9b:q4_k_m, has the size and
+    /// speed of that model, and random weights
+    #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
+    pub model: Option<PathBuf>,
+
+    /// GGUF file that holds the MTP block, if the model's own does not
+    #[arg(long, value_name = "FILE")]
+    pub mtp: Option<PathBuf>,
+
+    /// Device to compute on [default: Metal, else another GPU, else CPU]
+    #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
+    pub device: Option<String>,
+
+    /// Prompt tokens; 0 for no such test
+    #[arg(
+        short = 'p',
+        long,
+        value_name = "N",
+        value_delimiter = ',',
+        default_value = "512"
+    )]
+    pub n_prompt: Vec<usize>,
+
+    /// Generated tokens; 0 for no such test
+    #[arg(
+        short = 'n',
+        long,
+        value_name = "N",
+        value_delimiter = ',',
+        default_value = "128"
+    )]
+    pub n_gen: Vec<usize>,
+
+    /// Prompt and generated tokens in one (-pg; may be given several times)
+    #[arg(long, value_name = "P,N", value_parser = parse_pg)]
+    pub pg: Vec<(usize, usize)>,
+
+    /// Tokens in the context before the test
+    #[arg(
+        short = 'd',
+        long,
+        value_name = "N",
+        value_delimiter = ',',
+        default_value = "0"
+    )]
+    pub n_depth: Vec<usize>,
+
+    /// Prompt tokens in one pass
+    #[arg(short, long, value_name = "N", value_delimiter = ',', default_value = "512", value_parser = parse_batch)]
+    pub batch_size: Vec<usize>,
+
+    /// CPU threads [default: performance cores]
+    #[arg(short, long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=512))]
+    pub threads: Vec<u16>,
+
+    /// Type of the K cache (-ctk)
+    #[arg(
+        long,
+        value_name = "TYPE",
+        value_delimiter = ',',
+        default_value = "f16"
+    )]
+    pub cache_type_k: Vec<String>,
+
+    /// Type of the V cache (-ctv)
+    #[arg(
+        long,
+        value_name = "TYPE",
+        value_delimiter = ',',
+        default_value = "f16"
+    )]
+    pub cache_type_v: Vec<String>,
+
+    /// Copy weights to a layout made for this CPU, beside the file's map
+    #[arg(long)]
+    pub repack: bool,
+
+    /// Repetitions of each test
+    #[arg(short, long, value_name = "N", default_value_t = 5, value_parser = parse_repetitions)]
+    pub repetitions: usize,
+
+    /// Also measure greedy text with so many guesses before each pass: numbers, or `auto`; and what the draft head
+    /// adds to a prompt
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = parse_guesses)]
+    pub spec: Vec<crate::cmd::bench::Guesses>,
+
+    /// At most this many guesses with `--spec auto`
+    #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=16))]
+    pub draft_max: u8,
+
+    /// Draft among the N most frequent tokens and the added ones only
+    #[arg(long, value_name = "off|N", default_value = "off", value_parser = parse_off_or)]
+    pub spec_draft_vocab: OffOr,
+
+    /// Take guesses to be right at these rates (one for each place, with all before it); synthetic models have rates
+    /// that are common in text
+    #[arg(long, value_name = "RATES", value_delimiter = ',')]
+    pub spec_synth_rates: Vec<f64>,
+
+    /// Also measure the time to the first token
+    #[arg(long)]
+    pub ttft: bool,
+
+    /// Only decode, for so many minutes, and show the speed over time
+    #[arg(long, value_name = "MIN", value_parser = parse_minutes)]
+    pub sustained: Option<f64>,
+
+    /// How the results are printed
+    #[arg(short, long, value_name = "FORMAT", value_enum, default_value = "md")]
+    pub output: crate::cmd::bench::Format,
+
+    /// Keep the results in a file, as JSON
+    #[arg(long, value_name = "FILE")]
+    pub save: Option<PathBuf>,
+
+    /// Compare with results that were kept, and mark what is outside of the noise
+    #[arg(long, value_name = "FILE")]
+    pub against: Option<PathBuf>,
+
+    /// Also run llama.cpp's llama-bench, from PATH or the place given, before and after
+    #[arg(
+        long,
+        value_name = "PROGRAM",
+        num_args = 0..=1,
+        require_equals = true,
+        default_missing_value = "llama-bench"
+    )]
+    pub compare: Option<String>,
+
+    /// Show what ggml logs, and the whole chain of causes of an error
+    #[arg(short, long)]
+    pub verbose: bool,
+}
+
+fn parse_pg(text: &str) -> Result<(usize, usize), String> {
+    let wrong = || "expected two numbers above 0, such as 512,128".to_owned();
+    let (p, n) = text.split_once(',').ok_or_else(wrong)?;
+    match (p.parse(), n.parse()) {
+        (Ok(p @ 1..), Ok(n @ 1..)) => Ok((p, n)),
+        _ => Err(wrong()),
+    }
+}
+
+fn parse_repetitions(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 1..=1000) => Ok(n),
+        _ => Err("expected a number from 1 to 1000".to_owned()),
+    }
+}
+
+fn parse_minutes(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(minutes) if (0.01..=10_000.0).contains(&minutes) => Ok(minutes),
+        _ => Err("expected minutes, from 0.01 on".to_owned()),
+    }
+}
+
+fn parse_guesses(text: &str) -> Result<crate::cmd::bench::Guesses, String> {
+    use crate::cmd::bench::Guesses;
+    match parse_spec(text)? {
+        Spec::Auto => Ok(Guesses::Auto),
+        Spec::Fixed(n) => Ok(Guesses::Fixed(n.into())),
+    }
+}
+
 /// Arguments of `gguf split`.
 #[derive(Args, Debug)]
 pub struct SplitArgs {
@@ -787,7 +965,8 @@ pub struct ImatrixArgs {
 }
 
 /// llama.cpp's flags of several letters after one dash, and what they are called here.
-const SHORT_WORDS: [(&str, &str); 3] = [
+const SHORT_WORDS: [(&str, &str); 4] = [
+    ("-pg", "--pg"),
     ("-ctk", "--cache-type-k"),
     ("-ctv", "--cache-type-v"),
     ("-sys", "--system-prompt"),

@@ -24,6 +24,7 @@ fn main() -> ExitCode {
     let verbose = match &cli.command {
         Some(Command::Perplexity(args)) => args.model.verbose,
         Some(Command::Tune(args)) => args.model.verbose,
+        Some(Command::Bench(args)) => args.verbose,
         Some(Command::Verify(args)) => args.model.verbose,
         Some(Command::Imatrix(args)) => args.model.verbose,
         Some(_) => false,
@@ -41,6 +42,7 @@ fn main() -> ExitCode {
         Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),
         Some(Command::Perplexity(args)) => cmd::perplexity::run(args),
         Some(Command::Tune(args)) => cmd::tune::run(args),
+        Some(Command::Bench(args)) => cmd::bench::run(args),
         Some(Command::Verify(args)) => cmd::verify::run(args),
         Some(Command::Quantize(args)) => cmd::quantize::run(args),
         Some(Command::Gguf(command)) => cmd::gguf::run(command),

@@ -76,7 +76,7 @@ impl ChatTemplate {
         environment.add_filter("tojson", python::tojson);
         environment.add_filter("string", string);
         environment.add_function("raise_exception", raise_exception);
-        environment.add_function("strftime_now", strftime_now);
+        environment.add_function("strftime_now", utc_now);
         on_large_stack(|| {
             environment.set_syntax(
                 SyntaxConfig::builder()
@@ -270,8 +270,8 @@ fn raise_exception(message: &Value) -> Result<Value, Error> {
     Err(python::invalid(message.to_string()))
 }
 
-/// The current time in UTC: the local zone cannot be read without the environment.
-fn strftime_now(format: &str) -> String {
+/// The current time in UTC in a `strftime` format: the local zone cannot be read without the environment.
+pub fn utc_now(format: &str) -> String {
     let now = SystemTime::now()
         .duration_since(UNIX_EPOCH)
         .unwrap_or_default();

@@ -214,7 +214,36 @@ impl Gguf {
     /// When the file cannot be mapped, is not GGUF version 2 or 3, is inconsistent, or ends before its
     /// tensors do.
     pub fn open(path: &Path) -> Result<Self, Error> {
-        let map = Arc::new(FileMap::open(path)?);
+        Self::read(FileMap::open(path)?)
+    }
+
+    /// A file that exists in memory only, called `path` in messages. `fill(i, data)` writes the data of the `i`-th
+    /// tensor of `writer`, which is zero before.
+    ///
+    /// # Errors
+    /// When there is not enough memory.
+    pub fn in_memory(
+        path: &Path,
+        writer: &GgufWriter,
+        fill: &mut dyn FnMut(usize, &mut [u8]),
+    ) -> Result<Self, Error> {
+        let header = writer.header();
+        let padded = |&bytes: &usize| bytes.next_multiple_of(GgufWriter::ALIGNMENT);
+        let bytes = header.len() + writer.sizes().iter().map(padded).sum::<usize>();
+        Self::read(FileMap::in_memory(path, bytes, |map| {
+            let (head, mut rest) = map.split_at_mut(header.len());
+            head.copy_from_slice(&header);
+            for (i, bytes) in writer.sizes().iter().enumerate() {
+                let (data, others) = rest.split_at_mut(padded(bytes));
+                fill(i, &mut data[..*bytes]);
+                rest = others;
+            }
+        })?)
+    }
+
+    fn read(map: FileMap) -> Result<Self, Error> {
+        let map = Arc::new(map);
+        let path = map.path();
         let refuse = |reason: String| Error::Format {
             path: path.to_owned(),
             reason,
@@ -294,7 +323,7 @@ impl Gguf {
         }
         Ok(Self {
             context,
-            map,
+            map: map.clone(),
             tensors,
             by_name,
             data_offset,

@@ -8,13 +8,14 @@ use std::path::{Path, PathBuf};
 
 use crate::Error;
 
-/// A read-only map of a whole regular file.
+/// A read-only map of a whole regular file, or memory that stands for one.
 pub struct FileMap {
     path: PathBuf,
-    file: File,
+    /// None where there is only memory.
+    file: Option<File>,
     /// Before the map, so that it is dropped first.
     #[cfg(unix)]
-    _watch: crate::fault::Watch,
+    _watch: Option<crate::fault::Watch>,
     map: memmap2::Mmap,
 }
 
@@ -59,10 +60,39 @@ impl FileMap {
         let map = unsafe { memmap2::Mmap::map(&file) }.map_err(io)?;
         Ok(Self {
             path: path.to_owned(),
-            file,
+            file: Some(file),
             #[cfg(unix)]
-            _watch: crate::fault::Watch::new(path, &map),
+            _watch: Some(crate::fault::Watch::new(path, &map)),
             map,
+        })
+    }
+
+    /// Memory of `bytes` zeros that `fill` may write to, in place of a file called `path`. Pages that are not written
+    /// take no memory.
+    ///
+    /// # Errors
+    /// When the system has not that much memory to give.
+    pub fn in_memory(
+        path: &Path,
+        bytes: usize,
+        fill: impl FnOnce(&mut [u8]),
+    ) -> Result<Self, Error> {
+        let io = |source| Error::Io {
+            path: path.to_owned(),
+            source,
+        };
+        let mut map = memmap2::MmapOptions::new()
+            .len(bytes)
+            .no_reserve_swap()
+            .map_anon()
+            .map_err(io)?;
+        fill(&mut map);
+        Ok(Self {
+            path: path.to_owned(),
+            file: None,
+            #[cfg(unix)]
+            _watch: None,
+            map: map.make_read_only().map_err(io)?,
         })
     }
 
@@ -71,7 +101,10 @@ impl FileMap {
     /// # Errors
     /// When it is not; the message has both lengths.
     pub fn check_length(&self) -> Result<(), Error> {
-        let metadata = self.file.metadata().map_err(|source| Error::Io {
+        let Some(file) = &self.file else {
+            return Ok(());
+        };
+        let metadata = file.metadata().map_err(|source| Error::Io {
             path: self.path.clone(),
             source,
         })?;
@@ -103,7 +136,7 @@ impl FileMap {
     pub fn release(&self, range: std::ops::Range<usize>) {
         let range = range.start.min(self.map.len())..range.end.min(self.map.len());
         #[cfg(unix)]
-        if !range.is_empty() {
+        if !range.is_empty() && self.file.is_some() {
             // SAFETY: the map is a read-only view of a file and has no changes that could be lost; the system reads
             // its pages again where they are needed.
             let _ = unsafe {

@@ -17,7 +17,7 @@ use crate::report;
 /// # Errors
 /// When the file cannot be used as a model; the message says why.
 pub fn run(args: &InspectArgs) -> Result<Outcome> {
-    let files = ModelFiles::open(&args.file, args.mtp.as_deref())?;
+    let files = ModelFiles::outline(&args.file, args.mtp.as_deref())?;
     let plan = Plan::make(&files)?;
     let text = if args.json {
         format!(

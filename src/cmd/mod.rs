@@ -1,5 +1,6 @@
 //! The commands: arguments in, engine calls, exit code out.
 
+pub mod bench;
 pub mod chat;
 pub mod convert;
 pub mod gguf;

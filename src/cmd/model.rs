@@ -8,7 +8,9 @@ use anyhow::{Context as _, Result};
 use ggml_metal::{DType, DeviceKind, Gguf, Repack, devices};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
+use qrun::model::ModelFiles;
 use qrun::model::forward::DraftVocab;
+use qrun::model::shapes::Synthetic;
 use qrun::session::SessionParams;
 use qrun::speculate::{Costs, Depth, SpecParams};
 use qrun::state::{KV_TYPES, KvTypes};
@@ -130,12 +132,15 @@ fn load_from(
 /// # Errors
 /// When the file or its tokenizer is unusable.
 pub fn tokenizer(path: &Path) -> Result<Tokenizer> {
+    if Synthetic::parse(path)?.is_some() {
+        return vocab::tokenizer(ModelFiles::outline(path, None)?.main());
+    }
     let file = Gguf::open(path)?;
     // Of a split model only the first part has the vocabulary.
     let files;
     let file =
         if file.value("tokenizer.ggml.model").is_none() && file.value("split.count").is_some() {
-            files = qrun::model::ModelFiles::open(path, None)?;
+            files = ModelFiles::open(path, None)?;
             files.main()
         } else {
             &file

@@ -6,6 +6,7 @@ use anyhow::Result;
 use ggml_metal::{Gguf, TensorInfo};
 
 use super::Config;
+use super::shapes::{Fill, Synthetic};
 
 /// Open files of one model, with their checked numbers.
 pub struct ModelFiles {
@@ -18,12 +19,28 @@ pub struct ModelFiles {
 }
 
 impl ModelFiles {
-    /// Opens a model. `path` may be any part of a split model; `mtp` a file that holds only its MTP block.
+    /// Opens a model. `path` may be any part of a split model, or name a synthetic one; `mtp` a file that holds only
+    /// its MTP block.
     ///
     /// # Errors
     /// When a file is missing, damaged, or does not belong to the others.
     pub fn open(path: &Path, mtp: Option<&Path>) -> Result<Self> {
-        let parts = convert::parts::open(path)?;
+        Self::open_filled(path, mtp, Fill::All)
+    }
+
+    /// As [`ModelFiles::open`], but the weights of a synthetic model are not made, so that it costs nothing.
+    ///
+    /// # Errors
+    /// See [`ModelFiles::open`].
+    pub fn outline(path: &Path, mtp: Option<&Path>) -> Result<Self> {
+        Self::open_filled(path, mtp, Fill::Outline)
+    }
+
+    fn open_filled(path: &Path, mtp: Option<&Path>, fill: Fill) -> Result<Self> {
+        let parts = match Synthetic::parse(path)? {
+            Some(model) => vec![model.make(fill)?],
+            None => convert::parts::open(path)?,
+        };
         let mtp = mtp.map(Gguf::open).transpose()?;
         let config = Config::read(&parts, mtp.as_ref())?;
         Ok(Self { parts, mtp, config })

@@ -7,6 +7,7 @@ pub mod config;
 pub mod files;
 pub mod forward;
 pub mod health;
+pub mod shapes;
 pub mod weights;
 
 pub use config::Config;

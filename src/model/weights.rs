@@ -541,6 +541,39 @@ impl<T> Binder<'_, '_, T> {
     }
 }
 
+/// Name, shape and role of every tensor of a model with these numbers, whose output matrix may be the embedding.
+///
+/// # Errors
+/// Never for numbers that make sense.
+pub fn tensors(config: &Config, tied: bool) -> Result<Vec<(String, [i64; 4], Role)>> {
+    let mut list: Vec<(String, [i64; 4], Role)> = Vec::new();
+    let block = config.n_layer();
+    let mut get = |ask: &Ask<'_>| {
+        let fused = ["attn_qkv.weight", "ffn_gate_up_exps.weight"];
+        let left_out = match ask.name {
+            "output.weight" => tied,
+            "nextn.embed_tokens.weight" | "nextn.shared_head_head.weight" => true,
+            name => !ask.required && fused.iter().any(|f| name.ends_with(f)),
+        };
+        if left_out {
+            return Ok(None);
+        }
+        let name = if ask.mtp {
+            format!("blk.{block}.{}", ask.name)
+        } else {
+            ask.name.to_owned()
+        };
+        let mut shape = [1; 4];
+        shape[..ask.shape.len()].copy_from_slice(ask.shape);
+        if list.iter().all(|t| t.0 != name) {
+            list.push((name, shape, ask.role));
+        }
+        Ok(Some(()))
+    };
+    Model::bind(config, config.mtp.is_some(), &mut get)?;
+    Ok(list)
+}
+
 impl<T> Model<T> {
     /// Walks the architecture and asks `get` for each tensor; `mtp` says whether the draft head is wanted.
     ///
