@@ -768,7 +768,7 @@ pub struct BenchArgs {
     pub batch_size: Vec<usize>,
 
     /// CPU threads [default: performance cores]
-    #[arg(short, long, value_name = "N", value_delimiter = ',', value_parser = clap::value_parser!(u16).range(1..=512))]
+    #[arg(short, long, value_name = "N", value_delimiter = ',', env = "QRUN_THREADS", value_parser = clap::value_parser!(u16).range(1..=512))]
     pub threads: Vec<u16>,
 
     /// Type of the K cache (-ctk)

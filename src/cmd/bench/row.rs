@@ -195,7 +195,7 @@ fn csv(rows: &[Row]) -> Result<String> {
 }
 
 /// A column: its title, whether it is aligned to the right, and its cells.
-type Column = (&'static str, bool, Vec<String>);
+pub type Column = (&'static str, bool, Vec<String>);
 
 fn markdown(rows: &[Row], before: Option<&[Row]>) -> String {
     let cells = |f: &dyn Fn(&Row) -> String| rows.iter().map(f).collect::<Vec<_>>();
@@ -294,7 +294,8 @@ fn is_noise(a: &Row, b: &Row) -> bool {
     difference <= 2.0 * (error(a) + error(b)).sqrt() || difference < 0.005 * a.avg_ts
 }
 
-fn render(columns: &[Column]) -> String {
+/// A Markdown table, aligned for people too.
+pub fn render(columns: &[Column]) -> String {
     let width = |(title, _, cells): &Column| {
         let widest = cells.iter().map(|c| c.chars().count()).max();
         widest.unwrap_or(0).max(title.chars().count())

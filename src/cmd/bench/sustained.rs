@@ -7,7 +7,7 @@ use qrun::session::CancelToken;
 use serde_json::json;
 
 use super::measure::Place;
-use super::row::mean_and_deviation;
+use super::row::{Column, mean_and_deviation, render};
 use super::{Format, is_cancelled};
 use crate::cmd::Outcome;
 use crate::report;
@@ -91,11 +91,22 @@ fn print(slots: &[(f64, f64)], format: Format, model: &str) -> Result<()> {
                 .collect::<Vec<_>>()
                 .join("\n")
         }
-        Format::Md => format!(
-            "| model | first t/s | steady t/s | change |\n| ----- | --------: | ---------: | -----: |\n\
-             | {model} | {first:.2} ± {first_deviation:.2} | {steady:.2} ± {deviation:.2} | {:+.1} % |",
-            100.0 * (steady / first - 1.0)
-        ),
+        Format::Md => {
+            let cells = [
+                model.to_owned(),
+                format!("{first:.2} ± {first_deviation:.2}"),
+                format!("{steady:.2} ± {deviation:.2}"),
+                format!("{:+.1} %", 100.0 * (steady / first - 1.0)),
+            ];
+            let titles = ["model", "first t/s", "steady t/s", "change"];
+            let columns: Vec<Column> = titles
+                .into_iter()
+                .zip(cells)
+                .enumerate()
+                .map(|(i, (title, cell))| (title, i > 0, vec![cell]))
+                .collect();
+            render(&columns)
+        }
     };
     Ok(report::out(&format!("{text}\n"))?)
 }
