@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 use std::time::{Duration, Instant};
 
-use anyhow::Result;
+use anyhow::{Result, ensure};
 use ggml_metal::{Backend, DeviceKind, Repack, WeightBytes, find_device};
 
 use crate::model::weights::MtpStatus;
@@ -47,6 +47,13 @@ impl Engine {
         let files = ModelFiles::open(path, params.mtp.as_deref())?;
         let device = find_device(params.device.as_deref())?;
         let first = Backend::new(device, params.n_threads)?;
+        let size = files.config.ssm.head_dim;
+        ensure!(
+            first.has_delta_net(size)?,
+            "{}: device {} has no kernel for its delta-net heads of {size}; choose another with --device, such as CPU",
+            path.display(),
+            device.name()
+        );
         let mut backends = vec![first];
         if device.kind() != DeviceKind::Cpu {
             backends.push(Backend::new(find_device(Some("CPU"))?, params.n_threads)?);

@@ -284,6 +284,14 @@ impl Session {
         }
     }
 
+    /// Parts that the graph which has most of them is split into: more than one where the device cannot compute all of
+    /// it, and intermediate results travel to the CPU and back.
+    pub fn n_splits(&self) -> usize {
+        let trunk = self.graphs.iter().map(|g| g.graph().n_splits());
+        let draft = self.drafts.iter().map(|g| g.graph().n_splits());
+        trunk.chain(draft).max().unwrap_or(1)
+    }
+
     /// What all passes so far took, without building graphs, copying results and choosing tokens.
     pub fn compute_time(&self) -> Duration {
         self.compute_time

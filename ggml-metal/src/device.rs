@@ -263,6 +263,27 @@ impl Backend {
         self.0.n_threads
     }
 
+    /// Whether it has a kernel for the gated delta rule with heads of this size. Where it has none, nothing else can
+    /// step in: the states that the kernel works on lie in this device's memory.
+    ///
+    /// # Errors
+    /// When there is no memory for a description of the operation.
+    pub fn has_delta_net(&self, head_size: i64) -> Result<bool, Error> {
+        let context = crate::Context::new(8)?;
+        let tensor = |shape: &[i64]| context.new_tensor("", crate::DType::F32, shape);
+        let heads = tensor(&[head_size, 1, 1, 1]);
+        let gate = tensor(&[1, 1, 1, 1]);
+        let state = tensor(&[head_size, head_size, 1, 1]);
+        let op = context.gated_delta_net(&heads, &heads, &heads, &gate, &gate, &state, 1);
+        context.check()?;
+        // CUDA's backend says yes to every size, and ends the process where it has no kernel (gated_delta_net.cu).
+        let name = self.device().name();
+        let any = !["CUDA", "ROCm", "MUSA"].iter().any(|n| name.starts_with(n));
+        // SAFETY: device and operation are alive.
+        let says = unsafe { ggml::ggml_backend_dev_supports_op(self.device().0, op.as_ptr()) };
+        Ok(says && (any || [16, 32, 64, 128].contains(&head_size)))
+    }
+
     pub(crate) fn raw(&self) -> ggml::ggml_backend_t {
         self.0.raw
     }

@@ -250,8 +250,9 @@ impl Bench<'_> {
             }
             bar.finish_and_clear();
             for test in &tests {
-                let kv = places[test.place].session().token_bytes();
-                rows.push(self.row(test, params, depth, &begun, kv));
+                let mut row = self.row(test, params, depth, &begun);
+                row.splits = places[test.place].session().n_splits();
+                rows.push(row);
             }
         }
         Ok(())
@@ -315,14 +316,7 @@ impl Bench<'_> {
         }
     }
 
-    fn row(
-        &self,
-        test: &Test,
-        params: SessionParams,
-        n_depth: usize,
-        begun: &str,
-        kv: usize,
-    ) -> Row {
+    fn row(&self, test: &Test, params: SessionParams, n_depth: usize, begun: &str) -> Row {
         let files = self.engine.files();
         let backend = &self.engine.backends()[0];
         let weights = self.engine.weight_bytes();
@@ -363,6 +357,7 @@ impl Bench<'_> {
                 _ => "repacked",
             }
             .to_owned(),
+            splits: 1,
             test: test.work.name(),
             spec: match test.work {
                 Work::Generate(_, guesses) => Some(guesses.to_string()),
@@ -389,7 +384,6 @@ impl Bench<'_> {
         }
         let tokens = (n_prompt + n_gen) * self.args.repetitions;
         row.energy_j = (test.joules > 0.0).then(|| test.joules / tokens as f64);
-        let _ = kv;
         row
     }
 

@@ -55,6 +55,8 @@ pub struct Row {
     pub device: String,
     /// `mapped`, `copied` or `repacked`.
     pub layout: String,
+    /// Parts that the graph is split into: 1 where the device computes all of it.
+    pub splits: usize,
     /// The test's name, such as `pp512`, `tg128 spec 2`, `pp512 head` or `ttft512`.
     pub test: String,
     /// Guesses before each pass, or `auto`; none for tests without speculation.
@@ -358,6 +360,7 @@ mod tests {
             version: String::new(),
             device: "CPU".to_owned(),
             layout: "mapped".to_owned(),
+            splits: 1,
             test: test.to_owned(),
             spec: None,
             acceptance: None,

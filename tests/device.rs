@@ -1,0 +1,244 @@
+//! The engine on another device than the CPU: `QRUN_TEST_DEVICE=CUDA0 cargo test --test device` (a name of
+//! `qrun --list-devices`). Without the variable the tests say so and pass.
+#![allow(clippy::unwrap_used, clippy::expect_used)]
+
+mod support;
+
+use std::path::{Path, PathBuf};
+use std::sync::Arc;
+
+use qrun::engine::{Engine, EngineParams};
+use qrun::session::{Outputs, Session, SessionParams};
+use serde_json::Value;
+use support::*;
+
+/// A model on the device that is to be tested.
+fn on_device(path: &Path) -> Option<Arc<Engine>> {
+    let Ok(device) = std::env::var("QRUN_TEST_DEVICE") else {
+        println!("SKIPPED: QRUN_TEST_DEVICE names no device");
+        return None;
+    };
+    let params = EngineParams {
+        device: Some(device),
+        ..EngineParams::default()
+    };
+    Some(Engine::load(path, &params, &mut |_, _| {}).unwrap())
+}
+
+fn tiny(name: &str) -> Option<(PathBuf, Value)> {
+    Some((
+        shared(&format!("gguf/{name}-f32.gguf"))?,
+        json(&shared(&format!("models/{name}/goldens.json"))?),
+    ))
+}
+
+fn keeping(n_rollback: usize) -> SessionParams {
+    SessionParams {
+        mtp: true,
+        n_rollback,
+        ..SessionParams::default()
+    }
+}
+
+const TEXT: [u32; 24] = [
+    40, 200, 17, 905, 3, 77, 410, 512, 9, 33, 250, 61, 700, 18, 44, 5, 90, 310, 2, 640, 71, 12, 8,
+    99,
+];
+
+/// A prompt, narrow passes and a draft; returns the splits of the graph that has most.
+fn splits(engine: &Arc<Engine>) -> usize {
+    let mut session = Session::new(engine.clone(), keeping(3)).unwrap();
+    session.eval(&TEXT, Outputs::Last, &never()).unwrap();
+    for width in [1, 2, 4] {
+        session
+            .eval(&TEXT[..width], Outputs::All, &never())
+            .unwrap();
+    }
+    session.draft_tokens(TEXT[0], 3).unwrap();
+    session.n_splits()
+}
+
+#[test]
+fn the_device_computes_whole_graphs() {
+    let Some(engine) = on_device(&demo()) else {
+        return;
+    };
+    assert_eq!(splits(&engine), 1, "demo");
+    for name in ["tiny-dense", "tiny-moe"] {
+        if let Some((path, _)) = tiny(name) {
+            assert_eq!(splits(&on_device(&path).unwrap()), 1, "{name}");
+        }
+    }
+}
+
+/// Its attention heads of 32 have no kernel on some devices; the CPU takes that part.
+#[test]
+fn what_the_device_lacks_is_computed_elsewhere() {
+    let Some((path, _)) = tiny("tiny-dense-untied") else {
+        return;
+    };
+    if let Some(engine) = on_device(&path) {
+        println!("tiny-dense-untied: {} splits", splits(&engine));
+    }
+}
+
+#[test]
+fn logits_and_drafts_equal_the_goldens() {
+    for name in ["tiny-dense", "tiny-dense-untied", "tiny-moe"] {
+        let Some((path, goldens)) = tiny(name) else {
+            return;
+        };
+        let Some(engine) = on_device(&path) else {
+            return;
+        };
+        let n_vocab = engine.config().n_vocab as usize;
+        let (mut worst, mut flips, mut n) = (0f32, 0, 0);
+        for prompt in goldens["prompts"].as_array().unwrap() {
+            let mut session = Session::new(engine.clone(), keeping(0)).unwrap();
+            let (logits, head) = session
+                .eval_with_head(&ids(&prompt["ids"]), &never())
+                .unwrap();
+            let rows = [("top", logits, 0), ("mtp", head, 1)];
+            for (key, logits, shift) in rows {
+                for (position, entry) in prompt[key].as_object().unwrap() {
+                    let at = (position.parse::<usize>().unwrap() + shift) * n_vocab;
+                    let row = &logits[at..at + n_vocab];
+                    let (ids, golden) = (ids(&entry[0]), floats(&entry[1]));
+                    for (&id, &golden) in ids.iter().zip(&golden) {
+                        worst = worst.max((row[id as usize] - golden).abs());
+                    }
+                    flips += usize::from(golden[0] - golden[1] > 0.05 && argmax(row) != ids[0]);
+                    n += 1;
+                }
+            }
+        }
+        println!("{name}: {n} rows, largest difference {worst:.2e}, {flips} other best tokens");
+        assert!(n > 200 && worst < 3e-2, "{name}: {worst}");
+        assert_eq!(flips, 0, "{name}");
+    }
+}
+
+#[test]
+fn greedy_text_equals_the_goldens() {
+    for (name, margin) in [("tiny-dense", 0.02), ("tiny-moe", 0.02)] {
+        let Some((path, goldens)) = tiny(name) else {
+            return;
+        };
+        let Some(engine) = on_device(&path) else {
+            return;
+        };
+        let mut compared = 0;
+        for prompt in goldens["prompts"].as_array().unwrap() {
+            let mut session = Session::new(engine.clone(), SessionParams::default()).unwrap();
+            let mut tokens = ids(&prompt["ids"]);
+            let (greedy, margins) = (ids(&prompt["greedy"]), floats(&prompt["margin"]));
+            for (&golden, &sure) in greedy.iter().zip(&margins) {
+                if sure < margin {
+                    break;
+                }
+                // The device finds the best token itself, where it can.
+                let best = if session.finds_best() {
+                    session
+                        .eval_best(&tokens, tokens.len() - 1, &never())
+                        .unwrap()[0]
+                        .0
+                } else {
+                    argmax(session.eval(&tokens, Outputs::Last, &never()).unwrap())
+                };
+                assert_eq!(best, golden, "{name}, {}", prompt["name"]);
+                tokens = vec![best];
+                compared += 1;
+            }
+        }
+        println!("{name}: {compared} greedy tokens equal");
+        assert!(compared > 100, "{name}: {compared}");
+    }
+}
+
+#[test]
+fn a_rejected_draft_leaves_no_trace() {
+    let Some(engine) = on_device(&demo()) else {
+        return;
+    };
+    for rejected in 1..=4 {
+        let mut session = Session::new(engine.clone(), keeping(4)).unwrap();
+        session.eval(&TEXT[..8], Outputs::None, &never()).unwrap();
+        session.eval(&TEXT[8..13], Outputs::All, &never()).unwrap();
+        session.reject(rejected).unwrap();
+        let kept = 13 - rejected;
+        let after = session
+            .eval(&TEXT[16..20], Outputs::All, &never())
+            .unwrap()
+            .to_vec();
+
+        let mut plain = Session::new(engine.clone(), keeping(4)).unwrap();
+        plain.eval(&TEXT[..8], Outputs::None, &never()).unwrap();
+        plain.eval(&TEXT[8..kept], Outputs::All, &never()).unwrap();
+        let expected = plain.eval(&TEXT[16..20], Outputs::All, &never()).unwrap();
+        // Passes of other widths run other kernels; a state one token off is far beyond this.
+        let difference = max_diff(&after, expected);
+        println!("{rejected} rejected: largest difference {difference:.2e}");
+        assert!(difference < 0.1, "{rejected} rejected: {difference}");
+
+        let mut wrong = Session::new(engine.clone(), keeping(4)).unwrap();
+        wrong.eval(&TEXT[..8], Outputs::None, &never()).unwrap();
+        wrong
+            .eval(&TEXT[8..kept - 1], Outputs::All, &never())
+            .unwrap();
+        let wrong = wrong.eval(&TEXT[16..20], Outputs::All, &never()).unwrap();
+        assert!(max_diff(&after, wrong) > 0.5, "the bound sees nothing");
+    }
+}
+
+#[test]
+fn a_snapshot_brings_the_session_back() {
+    let Some(engine) = on_device(&demo()) else {
+        return;
+    };
+    let mut session = Session::new(engine.clone(), keeping(2)).unwrap();
+    session.eval(&TEXT, Outputs::None, &never()).unwrap();
+    let snapshot = session.snapshot().unwrap();
+    let next = |session: &mut Session| {
+        session
+            .eval(&TEXT[..1], Outputs::Last, &never())
+            .unwrap()
+            .to_vec()
+    };
+    let expected = next(&mut session);
+    session.eval(&TEXT[5..9], Outputs::None, &never()).unwrap();
+    session.restore(&snapshot).unwrap();
+    assert_eq!(next(&mut session), expected);
+    let mut other = Session::new(engine, keeping(2)).unwrap();
+    other.restore(&snapshot).unwrap();
+    assert_eq!(next(&mut other), expected);
+}
+
+/// Quantized weights go through other kernels than the CPU's; the distributions are nearly the same.
+#[test]
+fn quantized_weights_agree_with_the_cpu() {
+    let Some(device) = on_device(&demo()) else {
+        return;
+    };
+    let n_vocab = device.config().n_vocab as usize;
+    let logits = |engine: &Arc<Engine>| {
+        let mut session = Session::new(engine.clone(), SessionParams::default()).unwrap();
+        session
+            .eval(&TEXT, Outputs::All, &never())
+            .unwrap()
+            .to_vec()
+    };
+    let (here, there) = (logits(&engine(&demo())), logits(&device));
+    let log_softmax = |row: &[f32]| -> Vec<f64> {
+        let max = row.iter().copied().fold(f32::MIN, f32::max);
+        let sum: f64 = row.iter().map(|&v| f64::from(v - max).exp()).sum();
+        row.iter().map(|&v| f64::from(v - max) - sum.ln()).collect()
+    };
+    let mut divergence = 0.0;
+    for (p, q) in here.chunks(n_vocab).zip(there.chunks(n_vocab)) {
+        let (p, q) = (log_softmax(p), log_softmax(q));
+        let terms = p.iter().zip(&q).map(|(p, q)| p.exp() * (p - q));
+        divergence += terms.sum::<f64>() / TEXT.len() as f64;
+    }
+    println!("mean divergence of the demo's distributions: {divergence:.2e}");
+    assert!(divergence < 2e-2, "{divergence}");
+}
