@@ -286,9 +286,10 @@ pub struct SpecArgs {
     #[arg(long, value_name = "P", default_value_t = 0.0, value_parser = parse_share)]
     pub draft_p_min: f32,
 
-    /// Draft among the N most frequent tokens and the added ones only: a smaller draft head
-    #[arg(long, value_name = "off|N", default_value = "off", value_parser = parse_off_or)]
-    pub spec_draft_vocab: OffOr,
+    /// Draft among the N most frequent tokens and the added ones only: a smaller draft head; `auto` is what `qrun tune`
+    /// found to be fastest, else `off`
+    #[arg(long, value_name = "auto|off|N", default_value = "auto", value_parser = parse_draft_vocab)]
+    pub spec_draft_vocab: DraftVocabSize,
 
     /// Also guess what followed the last time that the same N tokens stood in the text; 0 is off
     #[arg(long, value_name = "N", default_value_t = 0, value_parser = clap::value_parser!(u8).range(0..=64))]
@@ -323,9 +324,14 @@ pub enum Spec {
     Fixed(u8),
 }
 
-/// A number, or off.
+/// The value of `--spec-draft-vocab`.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
-pub struct OffOr(pub Option<usize>);
+pub enum DraftVocabSize {
+    /// What was measured to be fastest.
+    Auto,
+    /// The most frequent tokens, or all.
+    Given(Option<usize>),
+}
 
 /// Reads the value of `--spec`.
 ///
@@ -340,11 +346,12 @@ pub fn parse_spec(text: &str) -> Result<Spec, String> {
     }
 }
 
-fn parse_off_or(text: &str) -> Result<OffOr, String> {
+fn parse_draft_vocab(text: &str) -> Result<DraftVocabSize, String> {
     match (text, text.parse()) {
-        ("off", _) => Ok(OffOr(None)),
-        (_, Ok(n @ 1..)) => Ok(OffOr(Some(n))),
-        _ => Err("expected `off` or a number above 0".to_owned()),
+        ("auto", _) => Ok(DraftVocabSize::Auto),
+        ("off", _) => Ok(DraftVocabSize::Given(None)),
+        (_, Ok(n @ 1..)) => Ok(DraftVocabSize::Given(Some(n))),
+        _ => Err("expected `auto`, `off` or a number above 0".to_owned()),
     }
 }
 
@@ -604,6 +611,10 @@ pub struct TuneArgs {
     #[arg(long, value_name = "N", default_value_t = 6, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub draft_max: u8,
 
+    /// Draft vocabularies to try besides the whole one [default: 32768 where the model has more than 65536 tokens]
+    #[arg(long, value_name = "N,..", value_delimiter = ',', value_parser = clap::value_parser!(u32).range(1..))]
+    pub spec_draft_vocab: Vec<u32>,
+
     /// Tokens of each text
     #[arg(short = 'n', long, value_name = "N", default_value_t = 96)]
     pub n_predict: usize,
@@ -806,9 +817,9 @@ pub struct BenchArgs {
     #[arg(long, value_name = "N", default_value_t = 4, value_parser = clap::value_parser!(u8).range(1..=16))]
     pub draft_max: u8,
 
-    /// Draft among the N most frequent tokens and the added ones only
-    #[arg(long, value_name = "off|N", default_value = "off", value_parser = parse_off_or)]
-    pub spec_draft_vocab: OffOr,
+    /// Draft among the N most frequent tokens and the added ones only [default: all]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u32).range(1..))]
+    pub spec_draft_vocab: Option<u32>,
 
     /// Take guesses to be right at these rates (one for each place, with all before it); synthetic models have rates
     /// that are common in text

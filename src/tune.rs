@@ -10,7 +10,7 @@ use crate::engine::Engine;
 use crate::speculate::Costs;
 
 /// The form of the file; another one is ignored.
-const FORM: u32 = 1;
+const FORM: u32 = 2;
 /// Bytes of a model file that identify it, with its length: its metadata lie there.
 const IDENTIFYING_BYTES: usize = 1 << 20;
 
@@ -19,7 +19,7 @@ const IDENTIFYING_BYTES: usize = 1 << 20;
 pub struct TuneRecord {
     form: u32,
     key: TuneKey,
-    /// What passes and drafts take.
+    /// What passes take, and drafts from that vocabulary.
     pub costs: Costs,
     /// Size of the draft vocabulary that was fastest; none where it is the whole one.
     pub draft_vocab: Option<usize>,

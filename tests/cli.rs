@@ -741,7 +741,42 @@ fn tune_keeps_what_it_measured_and_verify_compares() {
     let file = object["file"].as_str().unwrap();
     assert!(std::path::Path::new(file).starts_with(cache.path()));
 
-    // Later runs use it; a damaged record is passed over with a line.
+    // Later runs draft from the vocabulary that won, unless they are told otherwise.
+    let output = run(in_cache().args([
+        "tune",
+        "-n",
+        "12",
+        "--draft-max",
+        "1",
+        "--spec-draft-vocab",
+        "2048",
+        "--json",
+    ]));
+    let mut object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+    let vocabs: Vec<&Value> = object["record"]["tried"]
+        .as_array()
+        .unwrap()
+        .iter()
+        .map(|t| &t["draft_vocab"])
+        .collect();
+    assert_eq!(vocabs, [&Value::Null, &Value::Null, &Value::from(2048)]);
+    object["record"]["draft_vocab"] = 2048.into();
+    std::fs::write(file, object["record"].to_string()).unwrap();
+    let draft_vocab = |args: &[&str]| {
+        let text = [
+            "-p", "Hello", "-n", "4", "--seed", "1", "--spec", "1", "--json",
+        ];
+        let output = run(in_cache().args(text).args(args));
+        assert_eq!((code(&output), stderr(&output).as_str()), (0, ""));
+        let object: Value = serde_json::from_str(&stdout(&output)).unwrap();
+        object["speculation"]["draft_vocab"].clone()
+    };
+    assert_eq!(draft_vocab(&[]), 2048);
+    assert_eq!(draft_vocab(&["--spec-draft-vocab", "1024"]), 1024);
+    assert_eq!(draft_vocab(&["--spec-draft-vocab", "off"]), Value::Null);
+    assert_eq!(draft_vocab(&["--no-tune"]), Value::Null);
+
+    // A damaged record is passed over with a line.
     let quick = ["-p", "Hello", "-n", "4", "--seed", "1"];
     let output = run(in_cache().args(quick));
     assert_eq!((code(&output), stderr(&output).as_str()), (0, ""));

@@ -19,7 +19,7 @@ use qrun::tune::{TuneKey, TuneRecord};
 use qrun::vocab;
 
 use super::UsageError;
-use crate::cli::{ModelArgs, Spec, SpecArgs};
+use crate::cli::{DraftVocabSize, ModelArgs, Spec, SpecArgs};
 use crate::report;
 
 const DEMO: &str = "models/demo-Q4_K_M.gguf";
@@ -232,10 +232,6 @@ pub fn speculation(
     }
     session.mtp = head.on;
     session.n_rollback = draft_max;
-    session.draft_vocab = args
-        .spec_draft_vocab
-        .0
-        .and_then(|n| draft_vocab(n, tokenizer));
     let tuned = if args.no_tune {
         None
     } else {
@@ -245,6 +241,20 @@ pub fn speculation(
             None
         })
     };
+    let found = tuned.as_ref().and_then(|record| record.draft_vocab);
+    let size = match args.spec_draft_vocab {
+        DraftVocabSize::Auto => found,
+        DraftVocabSize::Given(size) => size,
+    };
+    session.draft_vocab = size.and_then(|n| draft_vocab(n, tokenizer));
+    let costs = tuned.map(|record| Costs {
+        // Drafts from another vocabulary take another time.
+        draft: match size == record.draft_vocab {
+            true => record.costs.draft,
+            false => Vec::new(),
+        },
+        ..record.costs
+    });
     let params = SpecParams {
         depth,
         draft_max,
@@ -254,7 +264,7 @@ pub fn speculation(
         ngram: usize::from(args.spec_ngram),
         sampled: args.spec_sampled,
     };
-    Ok((Some(params), tuned.map(|record| record.costs)))
+    Ok((Some(params), costs))
 }
 
 /// Guesses up to which passes of Q4_K and Q6_K weights give the same bits on the CPU: width 7.

@@ -534,6 +534,7 @@ impl Runner<'_> {
             "acceptance_at": stats.acceptance_at(),
             "tokens_per_pass": stats.tokens_per_pass(),
             "speedup": stats.speedup(),
+            "draft_vocab": self.session.params().draft_vocab.map(|vocab| vocab.n_first),
         });
         if let (Value::Object(object), Value::Object(counts)) = (&mut object, json!(stats)) {
             object.extend(counts);

@@ -60,9 +60,12 @@ pub fn run(args: &TuneArgs) -> Result<Outcome> {
     let depths = usize::from(args.draft_max);
     let n_vocab = tokenizer.n_vocab();
     let mut vocabs = vec![None];
-    if n_vocab > LARGE_VOCAB {
+    if n_vocab > LARGE_VOCAB && args.spec_draft_vocab.is_empty() {
         vocabs.push(Some(SMALL_DRAFT_VOCAB));
     }
+    let given = args.spec_draft_vocab.iter().map(|&n| n as usize);
+    // One as large as the whole is the whole.
+    vocabs.extend(given.filter(|&n| n < n_vocab).map(Some));
     let (mut sessions, mut trials) = plan(&engine, &tokenizer, params, depths, &vocabs)?;
     let prompts: Vec<Vec<u32>> = PROMPTS
         .iter()
@@ -86,22 +89,32 @@ pub fn run(args: &TuneArgs) -> Result<Outcome> {
     bar.finish_and_clear();
 
     let tried: Vec<Tried> = trials.iter().map(Trial::result).collect();
-    let costs = all_costs(&trials);
     let plain = tried.first().map_or(0.0, |t| t.tps);
     let best = tried.iter().max_by(|a, b| a.tps.total_cmp(&b.tps));
+    // Also where plain decoding is fastest: later texts may be easier to guess.
+    let best_vocab = tried
+        .iter()
+        .filter(|t| t.depth > 0)
+        .max_by(|a, b| a.tps.total_cmp(&b.tps))
+        .and_then(|t| t.draft_vocab);
     let record = TuneRecord::new(
         TuneKey::of(&engine),
-        costs,
-        best.and_then(|b| b.draft_vocab),
+        all_costs(&trials, best_vocab),
+        best_vocab,
         tried.clone(),
     );
     report::note(&table(&record, plain));
     let verdict = match best {
-        Some(best) if best.depth > 0 => format!(
-            "{} guesses are fastest: {:.2} times plain decoding",
-            best.depth,
-            best.tps / plain
-        ),
+        Some(best) if best.depth > 0 => {
+            let among = best
+                .draft_vocab
+                .map_or(String::new(), |n| format!(" among {n} tokens"));
+            format!(
+                "{} guesses{among} are fastest: {:.2} times plain decoding",
+                best.depth,
+                best.tps / plain
+            )
+        }
         _ => "plain decoding wins on this machine".to_owned(),
     };
     report::note(&verdict);
@@ -217,8 +230,8 @@ impl Trial {
     }
 }
 
-/// The smallest cost of each width over all trials, and of each draft from the whole vocabulary.
-fn all_costs(trials: &[Trial]) -> Costs {
+/// The smallest cost of each width over all trials, and of each draft from the vocabulary that later runs use.
+fn all_costs(trials: &[Trial], draft_vocab: Option<usize>) -> Costs {
     let mut all = Costs::default();
     let smallest = |to: &mut Vec<f64>, from: &[f64]| {
         to.resize(to.len().max(from.len()), 0.0);
@@ -233,8 +246,7 @@ fn all_costs(trials: &[Trial]) -> Costs {
             continue;
         };
         smallest(&mut all.pass, &costs.pass);
-        // Later runs draft from the whole vocabulary unless they are told otherwise.
-        if trial.draft_vocab.is_none() {
+        if trial.draft_vocab == draft_vocab {
             smallest(&mut all.draft, &costs.draft);
         }
     }

@@ -272,8 +272,8 @@ impl Bench<'_> {
     }
 
     fn draft_vocab(&self) -> Option<DraftVocab> {
-        let n = self.args.spec_draft_vocab.0?;
-        model::draft_vocab(n, &self.tokenizer)
+        let n = self.args.spec_draft_vocab?;
+        model::draft_vocab(n as usize, &self.tokenizer)
     }
 
     fn imposed(&self) -> bool {
