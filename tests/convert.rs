@@ -448,26 +448,42 @@ fn experts_may_be_one_tensor_each() {
     );
 }
 
-/// An eight-bit float with four bits of exponent.
-fn e4m3(code: u8) -> f32 {
-    let (e, m) = (i32::from(code >> 3 & 15), f32::from(code & 7));
+/// The value of an eight-bit float with so many bits of exponent.
+fn eight_bits(code: u8, e_bits: u32) -> f32 {
+    let m_bits = 7 - e_bits;
+    let bias = (1 << (e_bits - 1)) - 1;
+    let e = i32::from(code >> m_bits) & ((1 << e_bits) - 1);
+    let m = f32::from(code & ((1 << m_bits) - 1)) / f32::from(1u8 << m_bits);
     let size = if e == 0 {
-        m / 8.0 * 2f32.powi(-6)
+        m * 2f32.powi(1 - bias)
     } else {
-        (1.0 + m / 8.0) * 2f32.powi(e - 7)
+        (1.0 + m) * 2f32.powi(e - bias)
     };
     if code & 0x80 == 0 { size } else { -size }
 }
 
 #[test]
-fn block_scaled_fp8_is_multiplied_out() {
-    for name in ["tiny-dense-untied", "tiny-moe"] {
+fn scaled_fp8_is_multiplied_out() {
+    // Bits of exponent, and whether a factor belongs to a row or to a block of 128 by 128.
+    for (name, e_bits, by_row) in [
+        ("tiny-dense-untied", 4, false),
+        ("tiny-moe", 4, false),
+        ("tiny-dense-untied", 5, false),
+        ("tiny-dense-untied", 4, true),
+        ("tiny-moe", 5, true),
+    ] {
         let Some(mut case) = Case::new(name, FileType::F32) else {
             return;
         };
         let (mut eight, mut plain) = (case.model.clone(), case.model.clone());
         eight.tensors.clear();
         plain.tensors.clear();
+        let dtype = if e_bits == 4 { "F8_E4M3" } else { "F8_E5M2" };
+        // The two names that tools give to factors; those of stacked experts have one.
+        let suffix = |name: &str| match by_row && name.ends_with(".weight") {
+            true => "_scale",
+            false => "_scale_inv",
+        };
         let mut n_scaled = 0;
         for t in &case.model.tensors {
             let matrix =
@@ -479,36 +495,43 @@ fn block_scaled_fp8_is_multiplied_out() {
             }
             let (rows, cols) = (t.shape[t.shape.len() - 2], t.shape[t.shape.len() - 1]);
             let n = t.shape[..t.shape.len() - 2].iter().product::<usize>();
-            let (down, across) = (rows.div_ceil(128), cols.div_ceil(128));
-            // Any codes will do but the two that are no numbers.
+            let block = if by_row { [1, cols] } else { [128, 128] };
+            let (down, across) = (rows.div_ceil(block[0]), cols.div_ceil(block[1]));
+            // Any codes will do but those that are no numbers.
             let codes: Vec<u8> = (0..n * rows * cols)
                 .map(|i| (i * 37 + i / 251) as u8)
-                .map(|c| if c & 0x7f == 0x7f { 0x10 } else { c })
+                .map(|c| match (e_bits, c & 0x7f) {
+                    (4, 0x7f) | (5, 0x7c..) => 0x10,
+                    _ => c,
+                })
                 .collect();
             let scales: Vec<f32> = (0..n * down * across)
                 .map(|i| 1e-4 * (i + 1) as f32)
                 .collect();
             let value = |i: usize| {
                 let (matrix, row, col) = (i / (rows * cols), i / cols % rows, i % cols);
-                let scale = scales[(matrix * down + row / 128) * across + col / 128];
-                e4m3(codes[i]) * scale
+                let scale = (matrix * down + row / block[0]) * across + col / block[1];
+                eight_bits(codes[i], e_bits) * scales[scale]
             };
             let values: Vec<f32> = (0..codes.len()).map(value).collect();
             plain.tensors.push(t.with_floats(&values));
             let mut shape = t.shape[..t.shape.len() - 2].to_vec();
             shape.extend([down, across]);
-            let scale = format!("{}_scale_inv", t.name);
+            let scale = format!("{}{}", t.name, suffix(&t.name));
             eight
                 .tensors
                 .push(St::new(&scale, "F32", &shape, vec![]).with_floats(&scales));
             eight
                 .tensors
-                .push(St::new(&t.name, "F8_E4M3", &t.shape, codes.clone()));
+                .push(St::new(&t.name, dtype, &t.shape, codes.clone()));
             n_scaled += 1;
         }
         assert!(n_scaled > 30);
-        eight.config["quantization_config"] =
-            json!({"quant_method": "fp8", "fmt": "e4m3", "weight_block_size": [128, 128]});
+        eight.config["quantization_config"] = if by_row {
+            json!({"quant_method": "fp8", "fmt": dtype})
+        } else {
+            json!({"quant_method": "fp8", "fmt": dtype, "weight_block_size": [128, 128]})
+        };
         let reference = plain.write(case.folder.path());
         convert_to(&reference, &case.plain, FileType::F32);
         let dir = eight.write(case.folder.path());
@@ -522,7 +545,7 @@ fn block_scaled_fp8_is_multiplied_out() {
         let scale = eight
             .tensors
             .iter_mut()
-            .find(|t| t.name.ends_with("_scale_inv"))
+            .find(|t| t.name.ends_with("_scale") || t.name.ends_with("_scale_inv"))
             .unwrap();
         scale.data[..4].copy_from_slice(&f32::NAN.to_le_bytes());
         let name = scale.name.clone();
@@ -1180,6 +1203,31 @@ fn places_that_cannot_be_written_get_one_clear_line() {
         );
         assert!(line.contains(expected), "{line}");
         assert_eq!(left, 0);
+    }
+    // Room that ends in the middle of the file.
+    #[cfg(unix)]
+    {
+        let output = folder.path().join("limited");
+        std::fs::create_dir(&output).unwrap();
+        let result = Command::new("sh")
+            .args(["-c", "trap '' XFSZ; ulimit -f 2000; exec \"$@\"", "sh"])
+            .arg(assert_cmd::cargo::cargo_bin!("qrun"))
+            .args([
+                "convert".as_ref(),
+                dir.as_os_str(),
+                "-o".as_ref(),
+                output.join("out.gguf").as_os_str(),
+            ])
+            .output()
+            .unwrap();
+        let stderr = String::from_utf8(result.stderr).unwrap();
+        let last = stderr.lines().last().unwrap();
+        assert_eq!(result.status.code(), Some(1), "{stderr}");
+        assert!(
+            last.starts_with("error: ") && last.contains("out.gguf") && last.contains("large"),
+            "{stderr}"
+        );
+        assert_eq!(std::fs::read_dir(&output).unwrap().count(), 0);
     }
     // Nor over its own input.
     let copy = Model::read(&dir).write(folder.path());
