@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use ggml_metal::peer::{PeerContext, PeerModel, PeerOptions, PeerParams};
-use ggml_metal::{DType, Repack, performance_cores};
+use ggml_metal::{Backend, DType, Repack, find_device, performance_cores};
 use qrun::engine::{Engine, EngineParams};
 use qrun::session::{CancelToken, Outputs, Session, SessionParams};
 use serde_json::json;
@@ -97,6 +97,7 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         },
         mtp: None,
     };
+    let first_tokens = first_tokens(file, args, &params, n_ctx);
     let before = anonymous_kib();
     let start = Instant::now();
     let engine = Engine::load(file, &params, &mut |_, _| {}).unwrap();
@@ -106,28 +107,15 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         ..SessionParams::default()
     };
     let mut session = Session::new(engine.clone(), session_params).unwrap();
-    let prompt: Vec<u32> = (0..args.prompt as u64)
-        .map(|i| (i * 2_654_435_761 % engine.config().n_vocab as u64) as u32)
-        .collect();
+    let prompt = prompt(args.prompt, &engine);
     ours(&mut session, &prompt, 8);
     let our_memory = anonymous_kib() - before;
 
     let before = anonymous_kib();
     let start = Instant::now();
-    let options = PeerOptions {
-        repack: true,
-        ..PeerOptions::default()
-    };
-    let model = PeerModel::load(file, &options).unwrap();
+    let model = peer_model(file);
     let their_load = start.elapsed();
-    let peer_params = PeerParams {
-        n_ctx,
-        n_batch: 512,
-        flash_attn: true,
-        type_k: DType::F16,
-        type_v: DType::F16,
-    };
-    let mut peer = PeerContext::new(&model, &engine.backends()[0], &peer_params).unwrap();
+    let mut peer = PeerContext::new(&model, &engine.backends()[0], &peer_params(n_ctx)).unwrap();
     theirs(&mut peer, &prompt, 8);
     let their_memory = anonymous_kib() - before;
 
@@ -167,6 +155,19 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         "| {name} | decode time outside the graph | {:.2} % | | |",
         100.0 * median(&outside)
     );
+    let (first_ours, first_theirs) = &first_tokens;
+    let ratios: Vec<f64> = first_ours
+        .iter()
+        .zip(first_theirs)
+        .map(|(a, b)| a / b)
+        .collect();
+    let (low, high) = spread(&ratios);
+    println!(
+        "| {name} | start to first token ms | {:.0} | {:.0} | {:.3} ({low:.3} to {high:.3}) |",
+        1e3 * median(first_ours),
+        1e3 * median(first_theirs),
+        median(&ratios)
+    );
     println!(
         "| {name} | load ms | {:.0} | {:.0} | |",
         our_load.as_secs_f64() * 1e3,
@@ -196,10 +197,70 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     json!({
         "file": name, "threads": n_threads, "prompt": prompt_row, "decode": decode_row,
         "outside_the_graph": median(&outside),
+        "first_token_s": {"qrun": first_ours, "llama.cpp": first_theirs},
         "load_ms": [our_load.as_millis() as u64, their_load.as_millis() as u64],
         "anonymous_kib": [our_memory, their_memory],
         "equal_tokens": equal, "decoded": args.n_decode,
     })
+}
+
+fn peer_model(file: &Path) -> PeerModel {
+    let options = PeerOptions {
+        repack: true,
+        ..PeerOptions::default()
+    };
+    PeerModel::load(file, &options).unwrap()
+}
+
+fn peer_params(n_ctx: usize) -> PeerParams {
+    PeerParams {
+        n_ctx,
+        n_batch: 512,
+        flash_attn: true,
+        type_k: DType::F16,
+        type_v: DType::F16,
+    }
+}
+
+fn prompt(n: usize, engine: &Engine) -> Vec<u32> {
+    (0..n as u64)
+        .map(|i| (i * 2_654_435_761 % engine.config().n_vocab as u64) as u32)
+        .collect()
+}
+
+/// Seconds from nothing but a file in the system's cache to the first token after the prompt, of both in turns.
+fn first_tokens(
+    file: &Path,
+    args: &Args,
+    params: &EngineParams,
+    n_ctx: usize,
+) -> (Vec<f64>, Vec<f64>) {
+    let (mut a, mut b) = (Vec::new(), Vec::new());
+    // The first round reads the file and is not counted. The peer computes with our threads.
+    let threads = Backend::new(find_device(Some("CPU")).unwrap(), params.n_threads).unwrap();
+    for round in 0..=args.repetitions.min(5) {
+        let start = Instant::now();
+        let engine = Engine::load(file, params, &mut |_, _| {}).unwrap();
+        let session_params = SessionParams {
+            n_ctx,
+            ..SessionParams::default()
+        };
+        let mut session = Session::new(engine.clone(), session_params).unwrap();
+        let prompt = prompt(args.prompt, &engine);
+        ours(&mut session, &prompt, 0);
+        let ours = start.elapsed().as_secs_f64();
+        drop((session, engine));
+
+        let start = Instant::now();
+        let model = peer_model(file);
+        let mut peer = PeerContext::new(&model, &threads, &peer_params(n_ctx)).unwrap();
+        theirs(&mut peer, &prompt, 0);
+        if round > 0 {
+            a.push(ours);
+            b.push(start.elapsed().as_secs_f64());
+        }
+    }
+    (a, b)
 }
 
 fn ours(session: &mut Session, prompt: &[u32], n: usize) -> Run {
