@@ -49,6 +49,10 @@ pub enum Command {
     Chat(ChatArgs),
     /// Shows what is in a GGUF file: metadata, tensors, draft head, memory.
     Inspect(InspectArgs),
+    /// Says which models of the family this machine runs, how fast, and with how much context.
+    Fit(FitArgs),
+    /// Says what is well and what is not with this build, this machine and a model file.
+    Doctor(DoctorArgs),
     /// Turns text into token ids.
     Tokenize(TokenizeArgs),
     /// Turns token ids into text.
@@ -123,9 +127,21 @@ pub struct ModelArgs {
     #[arg(long, value_name = "TYPE", default_value = "f16")]
     pub cache_type_v: String,
 
-    /// Show what ggml logs, and the whole chain of causes of an error
+    /// Before loading, see that it fits into memory: lower a context that was not given, refuse what cannot be
+    #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    pub fit: bool,
+
+    /// Show what ggml logs, what a run takes of the memory, and the whole chain of causes of an error
     #[arg(short, long)]
     pub verbose: bool,
+}
+
+fn parse_on_off(text: &str) -> Result<bool, String> {
+    match text {
+        "on" => Ok(true),
+        "off" => Ok(false),
+        _ => Err("expected `on` or `off`".to_owned()),
+    }
 }
 
 fn parse_batch(text: &str) -> Result<usize, String> {
@@ -496,6 +512,88 @@ pub struct InspectArgs {
     /// GGUF file that holds the MTP block
     #[arg(long, value_name = "FILE")]
     pub mtp: Option<PathBuf>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Arguments of `fit`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Memory is planned with the graphs of a real run, draft head included; speed is what the weights take \
+    at the rate measured here, with three of four guesses right. On an imagined machine a quarter of the memory is taken \
+    by others, 16 GiB at most."
+)]
+pub struct FitArgs {
+    /// Look at a machine with this much unified memory instead: a number with G (or GB, GiB)
+    #[arg(long = "for", value_name = "MEMORY", value_parser = parse_memory)]
+    pub memory: Option<u64>,
+
+    /// Take this bandwidth instead of measuring
+    #[arg(long, value_name = "GB/s", value_parser = parse_bandwidth)]
+    pub bandwidth: Option<f64>,
+
+    /// Contexts to look at (several times, or separated by commas) [default: 8192,32768,131072,262144]
+    #[arg(short, long, value_name = "N", value_delimiter = ',', value_parser = parse_context)]
+    pub ctx_size: Vec<usize>,
+
+    /// Device [default: Metal, else another GPU, else CPU]
+    #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
+    pub device: Option<String>,
+
+    /// Print JSON
+    #[arg(long)]
+    pub json: bool,
+}
+
+/// Memory is counted in powers of two, whatever the unit is called.
+fn parse_memory(text: &str) -> Result<u64, String> {
+    let wrong = || "expected a number of GB, such as 24GB".to_owned();
+    let lower = text.to_ascii_lowercase();
+    let number = lower
+        .trim_end_matches('b')
+        .trim_end_matches('i')
+        .trim_end_matches('g');
+    let gib: f64 = number.trim().parse().map_err(|_| wrong())?;
+    if !(0.5..=65_536.0).contains(&gib) {
+        return Err(wrong());
+    }
+    Ok((gib * (1u64 << 30) as f64) as u64)
+}
+
+fn parse_bandwidth(text: &str) -> Result<f64, String> {
+    match text.parse() {
+        Ok(n) if (0.1..=1e6).contains(&n) => Ok(n),
+        _ => Err("expected a number of GB a second".to_owned()),
+    }
+}
+
+fn parse_context(text: &str) -> Result<usize, String> {
+    match text.parse() {
+        Ok(n @ 256..=1_073_741_824) => Ok(n),
+        _ => Err("expected a number of tokens, 256 or more".to_owned()),
+    }
+}
+
+/// Arguments of `doctor`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "One line for each finding: ok, note, warning or problem, with what to do below it. The exit code is \
+    1 where there is a problem, else 0."
+)]
+pub struct DoctorArgs {
+    /// GGUF file to look at too, any part of a split one
+    #[arg(short, long, value_name = "FILE", env = "QRUN_MODEL")]
+    pub model: Option<PathBuf>,
+
+    /// GGUF file that holds the MTP block
+    #[arg(long, value_name = "FILE", requires = "model")]
+    pub mtp: Option<PathBuf>,
+
+    /// Device that the model would run on [default: Metal, else another GPU, else CPU]
+    #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
+    pub device: Option<String>,
 
     /// Print JSON
     #[arg(long)]

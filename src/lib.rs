@@ -23,11 +23,14 @@
 pub mod chat;
 pub mod conversation;
 pub mod engine;
+pub mod fit;
 pub mod generate;
 pub mod grammar;
 pub mod imatrix;
+pub mod memory;
 pub mod model;
 pub mod reuse;
+pub mod roofline;
 pub mod sampler;
 pub mod session;
 pub mod speculate;

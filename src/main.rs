@@ -38,6 +38,8 @@ fn main() -> ExitCode {
         Some(Command::Chat(args)) => cmd::chat::run(args),
         Some(Command::Convert(args)) => cmd::convert::run(args),
         Some(Command::Inspect(args)) => cmd::inspect::run(args),
+        Some(Command::Fit(args)) => cmd::family::run(args),
+        Some(Command::Doctor(args)) => cmd::doctor::run(args),
         Some(Command::Tokenize(args)) => cmd::tokens::tokenize(args),
         Some(Command::Detokenize(args)) => cmd::tokens::detokenize(args),
         Some(Command::Perplexity(args)) => cmd::perplexity::run(args),

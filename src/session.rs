@@ -20,13 +20,15 @@ use crate::state::{KV_PAD, KvTypes, SavedState, State};
 const MAX_GRAPHS: usize = 6;
 /// Positions are 32-bit numbers on the device.
 const MAX_CTX: usize = 1 << 30;
+/// Passes up to this width, and those that check drafts, are kept beside each other.
+const NARROW: usize = 8;
 /// Cells allocated at first; doubled as the context fills.
 const FIRST_CELLS: usize = 1024;
 
 /// How a session runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct SessionParams {
-    /// Context limit in tokens; 0 means the model's training length.
+    /// Context limit in tokens; 0 means the engine's, which is the model's training length unless it was lowered.
     pub n_ctx: usize,
     /// Prompt tokens in one pass.
     pub n_batch: usize,
@@ -168,6 +170,33 @@ pub struct SessionBytes {
     pub compute: usize,
 }
 
+/// See [`Session::plan_full`].
+#[derive(Clone, Copy, Debug, Default, PartialEq, Eq)]
+pub struct PlannedBytes {
+    /// On the device.
+    pub session: SessionBytes,
+    /// Intermediate results in the CPU's memory, where that is not the device's.
+    pub host_compute: usize,
+    /// What growing needs for a moment on the device, and as much on the host.
+    pub growth: usize,
+}
+
+/// Bytes of graphs by where they lie.
+#[derive(Default)]
+struct Compute {
+    device: usize,
+    host: usize,
+}
+
+impl Compute {
+    fn add(&mut self, n: usize, bytes: &[usize]) {
+        if let [device, host @ ..] = bytes {
+            self.device += n * device;
+            self.host += n * host.iter().sum::<usize>();
+        }
+    }
+}
+
 /// One sequence.
 pub struct Session {
     engine: Arc<Engine>,
@@ -196,7 +225,7 @@ impl Session {
     pub fn new(engine: Arc<Engine>, mut params: SessionParams) -> anyhow::Result<Self> {
         let config = engine.config();
         if params.n_ctx == 0 {
-            params.n_ctx = config.n_ctx_train;
+            params.n_ctx = engine.n_ctx();
         }
         anyhow::ensure!(
             params.n_ctx <= MAX_CTX,
@@ -290,6 +319,83 @@ impl Session {
         let trunk = self.graphs.iter().map(|g| g.graph().n_splits());
         let draft = self.drafts.iter().map(|g| g.graph().n_splits());
         trunk.chain(draft).max().unwrap_or(1)
+    }
+
+    /// What a full session takes, by filling one that is only planned (see [`crate::engine::Engine::plan`]): room for
+    /// the whole context, the widest pass, which gives `n_outputs` rows of logits, and every pass and draft of
+    /// speculation. Also the bytes that growing took at its last step, which are free again when passes need theirs.
+    ///
+    /// # Errors
+    /// When the graphs cannot be described, or the session is no planned one.
+    pub fn plan_full(&mut self, n_outputs: usize) -> anyhow::Result<PlannedBytes> {
+        anyhow::ensure!(
+            self.backend().plans(),
+            "only a planned session can be filled without tokens"
+        );
+        let n_ctx = self.params.n_ctx;
+        let n_kv = n_ctx.next_multiple_of(KV_PAD);
+        let before = self.state.n_cells();
+        if n_kv > before {
+            self.state.grow(&self.backend().clone(), n_kv, 0)?;
+        }
+        let head = if self.params.mtp {
+            HeadPass::Keys
+        } else {
+            HeadPass::Off
+        };
+        let trunk = |n_tokens: usize, n_outputs: usize, session: &mut Self| {
+            let shape = TrunkShape {
+                n_tokens,
+                n_kv,
+                n_outputs: n_outputs.min(n_tokens),
+                best: false,
+                head,
+                back: 0,
+                unsplit: session.backend().device().kind() == DeviceKind::Cpu,
+            };
+            let bytes = session.graph(shape)?.graph().compute_bytes_each();
+            anyhow::Ok(bytes)
+        };
+        let mut compute = Compute::default();
+        let widest = self.params.n_batch.min(n_ctx);
+        compute.add(1, &trunk(widest, n_outputs, self)?);
+        let n_slots = self.state.n_slots();
+        // A pass may begin from any of the slots, each with a graph of its own.
+        for n_tokens in 1..=n_slots.min(n_ctx) {
+            compute.add(n_slots, &trunk(n_tokens, n_tokens, self)?);
+        }
+        if self.params.mtp {
+            for depth in 1..n_slots.min(n_ctx) {
+                let shape = DraftShape {
+                    depth,
+                    n_kv,
+                    back: 0,
+                    vocab: self.params.draft_vocab,
+                    keeps: DraftKeeps::Tokens,
+                };
+                compute.add(
+                    n_slots,
+                    &self.draft_graph(shape)?.graph().compute_bytes_each(),
+                );
+            }
+        }
+        let (kv, recurrent, rollback) = self.state.bytes();
+        // Half of the largest tensor is there twice when it last grows.
+        let growth = if n_kv > before {
+            self.state.largest_rows() / 2
+        } else {
+            0
+        };
+        Ok(PlannedBytes {
+            session: SessionBytes {
+                kv,
+                state: recurrent - rollback,
+                rollback,
+                compute: compute.device,
+            },
+            host_compute: compute.host,
+            growth,
+        })
     }
 
     /// What all passes so far took, without building graphs, copying results and choosing tokens.
@@ -531,14 +637,15 @@ impl Session {
 
     /// The draft chain of that shape, made if there is none, moved to the end of the list.
     fn draft_graph(&mut self, shape: DraftShape) -> anyhow::Result<&mut DraftGraph> {
+        let near = self.near_border();
+        let serves =
+            |n_kv: usize| n_kv == shape.n_kv || near && n_kv.abs_diff(shape.n_kv) == KV_PAD;
+        self.drafts.retain(|g| serves(g.shape().n_kv));
         if let Some(at) = self.drafts.iter().position(|g| g.shape() == shape) {
             let graph = self.drafts.remove(at);
             self.drafts.push(graph);
         } else {
-            let stale = |g: &DraftGraph| g.shape().n_kv != shape.n_kv;
-            if let Some(at) = self.drafts.iter().position(stale) {
-                self.drafts.remove(at);
-            } else if self.drafts.len() >= self.max_graphs() {
+            if self.drafts.len() >= self.max_graphs() {
                 self.drafts.remove(0);
             }
             let graph = DraftGraph::new(
@@ -554,6 +661,12 @@ impl Session {
         }
         let last = self.drafts.len() - 1;
         Ok(&mut self.drafts[last])
+    }
+
+    /// True where passes over two numbers of cells may take turns, because drafts are taken back.
+    fn near_border(&self) -> bool {
+        let after = self.n_past() % KV_PAD;
+        after.min(KV_PAD - after) <= NARROW.max(self.state.n_slots())
     }
 
     /// A chain of drafts can end in as many ways as it has steps, and one more; passes have as many widths.
@@ -651,15 +764,22 @@ impl Session {
 
     /// The graph of that shape, made if there is none, moved to the end of the list.
     fn graph(&mut self, shape: TrunkShape) -> anyhow::Result<&mut TrunkGraph> {
+        // A graph over fewer cells will not be used again until the session is rewound, and of the wide ones, whose
+        // memory counts, one is kept at most.
+        let near = self.near_border();
+        let narrow = |g: &TrunkShape| g.n_tokens <= NARROW.max(self.state.n_slots());
+        let serves = |g: &TrunkShape| {
+            let cells = g.n_kv.abs_diff(shape.n_kv);
+            *g == shape
+                || cells == 0 && (narrow(g) || narrow(&shape))
+                || cells == KV_PAD && near && narrow(g)
+        };
+        self.graphs.retain(|g| serves(&g.shape()));
         if let Some(at) = self.graphs.iter().position(|g| g.shape() == shape) {
             let graph = self.graphs.remove(at);
             self.graphs.push(graph);
         } else {
-            // A graph over fewer cells will not be used again until the session is rewound.
-            let stale = |g: &TrunkGraph| g.shape().n_kv != shape.n_kv;
-            if let Some(at) = self.graphs.iter().position(stale) {
-                self.graphs.remove(at);
-            } else if self.graphs.len() >= self.max_graphs() {
+            if self.graphs.len() >= self.max_graphs() {
                 self.graphs.remove(0);
             }
             self.graphs.push(TrunkGraph::new(

@@ -257,6 +257,12 @@ impl State {
         (rows, all, all - needed)
     }
 
+    /// Bytes of the largest tensor that has a row for each token.
+    pub fn largest_rows(&self) -> usize {
+        let sizes = self.rows().into_iter().map(Tensor::bytes);
+        sizes.max().unwrap_or(0)
+    }
+
     /// Copies what the first `n_past` tokens left behind, `back` tokens before the newest.
     ///
     /// # Errors
@@ -440,7 +446,9 @@ impl KvCache {
             }
             let shape = [tensor.ne(0), n_cells as i64 * N_SEQS];
             let larger = allocate(backend, &tensor.name(), tensor.dtype(), &shape)?;
-            larger.write_bytes(0, &read(tensor, n_past * tensor.nb(1))?)?;
+            if !backend.plans() {
+                larger.write_bytes(0, &read(tensor, n_past * tensor.nb(1))?)?;
+            }
             *tensor = larger;
         }
         Ok(())
@@ -465,6 +473,9 @@ impl Rotations {
 /// row and its column share.
 fn hadamard(backend: &Backend, n: i64) -> Result<Tensor> {
     let tensor = allocate(backend, &format!("hadamard_{n}"), DType::F32, &[n, n])?;
+    if backend.plans() {
+        return Ok(tensor);
+    }
     let size = 1.0 / (n as f32).sqrt();
     let entry = |i: i64| {
         if ((i / n) & (i % n)).count_ones().is_multiple_of(2) {

@@ -152,6 +152,18 @@ impl TuneRecord {
         Ok(Some(record))
     }
 
+    /// True where something was measured for the same model file, but on another device, with other threads or by
+    /// another version.
+    pub fn has_stale(key: &TuneKey) -> bool {
+        let folder = key.path().ok();
+        let entries = folder.and_then(|path| std::fs::read_dir(path.parent()?).ok());
+        entries.into_iter().flatten().flatten().any(|entry| {
+            let text = std::fs::read_to_string(entry.path()).unwrap_or_default();
+            let record = serde_json::from_str::<Self>(&text);
+            record.is_ok_and(|r| r.key.model == key.model && r.key != *key)
+        })
+    }
+
     /// Writes the record to its place; returns where that is.
     ///
     /// # Errors

@@ -147,6 +147,30 @@ impl Device {
         }
     }
 
+    /// What its kernels were built to use, such as `AVX2` or `NEON`, by ggml's names.
+    pub fn features(&self) -> Vec<String> {
+        type GetFeatures =
+            unsafe extern "C" fn(ggml::ggml_backend_reg_t) -> *mut ggml::ggml_backend_feature;
+        // SAFETY: the type is ggml_backend_get_features_t; the list that it returns is static and ends with a null
+        // name, and a value of "0" means that the feature is off.
+        unsafe {
+            let Some(get) = self.function::<GetFeatures>(c"ggml_backend_get_features") else {
+                return Vec::new();
+            };
+            let mut feature = get(ggml::ggml_backend_dev_backend_reg(self.0));
+            let mut names = Vec::new();
+            while !feature.is_null() && !(*feature).name.is_null() {
+                let text = |raw| CStr::from_ptr(raw).to_string_lossy().into_owned();
+                let value = (*feature).value;
+                if !value.is_null() && text(value) != "0" {
+                    names.push(text((*feature).name));
+                }
+                feature = feature.add(1);
+            }
+            names
+        }
+    }
+
     /// A function of this device's backend by name: the only way to the CPU's own functions when backends
     /// are loaded at run time.
     ///
@@ -189,7 +213,10 @@ impl Device {
 ///
 /// Cheap to clone; the threads of a CPU backend stay attached and warm until the last clone is dropped.
 #[derive(Clone)]
-pub struct Backend(Arc<BackendInner>);
+pub struct Backend {
+    inner: Arc<BackendInner>,
+    plans: bool,
+}
 
 struct BackendInner {
     raw: ggml::ggml_backend_t,
@@ -250,17 +277,42 @@ impl Backend {
         if device.kind() == DeviceKind::Cpu {
             inner.attach_threads();
         }
-        Ok(Self(Arc::new(inner)))
+        Ok(Self {
+            inner: Arc::new(inner),
+            plans: false,
+        })
+    }
+
+    /// The same backend for plans: what is allocated on it gets no memory, but has the size that it would have.
+    /// Weights, states and graphs can be made on it and asked for their bytes; computing, reading and writing fail.
+    pub fn for_plans(&self) -> Self {
+        Self {
+            inner: self.inner.clone(),
+            plans: true,
+        }
+    }
+
+    /// The backend that a plan was made for, or this one.
+    pub fn for_work(&self) -> Self {
+        Self {
+            inner: self.inner.clone(),
+            plans: false,
+        }
+    }
+
+    /// True for a backend made by [`Backend::for_plans`].
+    pub fn plans(&self) -> bool {
+        self.plans
     }
 
     /// The device this computes on.
     pub fn device(&self) -> Device {
-        self.0.device
+        self.inner.device
     }
 
     /// CPU threads in use; meaningless for other devices.
     pub fn n_threads(&self) -> usize {
-        self.0.n_threads
+        self.inner.n_threads
     }
 
     /// Whether it has a kernel for the gated delta rule with heads of this size. Where it has none, nothing else can
@@ -285,18 +337,18 @@ impl Backend {
     }
 
     pub(crate) fn raw(&self) -> ggml::ggml_backend_t {
-        self.0.raw
+        self.inner.raw
     }
 
     /// The threads that a CPU backend computes with.
     #[cfg(feature = "peer")]
     pub(crate) fn thread_pool(&self) -> Option<*mut ggml::ggml_threadpool> {
-        self.0.pool.as_ref().map(|pool| pool.raw)
+        self.inner.pool.as_ref().map(|pool| pool.raw)
     }
 
     pub(crate) fn buffer_type(&self) -> ggml::ggml_backend_buffer_type_t {
         // SAFETY: the backend is alive.
-        unsafe { ggml::ggml_backend_get_default_buffer_type(self.0.raw) }
+        unsafe { ggml::ggml_backend_get_default_buffer_type(self.inner.raw) }
     }
 }
 

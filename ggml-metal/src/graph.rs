@@ -7,7 +7,7 @@ use std::cell::{Cell, RefCell};
 use std::ptr::NonNull;
 use std::sync::Arc;
 
-use crate::tensor::ContextInner;
+use crate::tensor::{ContextInner, lay};
 use crate::{Backend, DType, Element, Error, Tensor, exclusive, log};
 
 /// A place to describe tensors and the operations between them.
@@ -259,13 +259,9 @@ impl Context {
             }
             self.inner.keep_context(&memory.context);
             // SAFETY: the range lies inside the target's data, which its context, kept by this one, keeps alive.
-            let status = ggml::ggml_backend_tensor_alloc(
-                buffer,
-                result,
-                (*target).data.cast::<u8>().add(offset).cast(),
-            );
-            if status != ggml::GGML_STATUS_SUCCESS {
-                self.fail("place", a, format!("ggml status {status}"));
+            let address = (*target).data.cast::<u8>().wrapping_add(offset).cast();
+            if !lay(buffer, result, address) {
+                self.fail("place", a, "the device refuses".to_owned());
             }
         }
     }
@@ -300,8 +296,7 @@ impl Context {
         // matrix would write behind it: such a one is not made.
         unsafe {
             if ggml::ggml_backend_buffer_get_alloc_size(buffer, both.as_ptr()) != both.bytes()
-                || ggml::ggml_backend_tensor_alloc(buffer, both.as_ptr(), start)
-                    != ggml::GGML_STATUS_SUCCESS
+                || !lay(buffer, both.as_ptr(), start)
             {
                 return None;
             }
@@ -826,6 +821,8 @@ pub struct Graph {
 enum Allocator {
     Single(ggml::ggml_gallocr_t),
     Split(ggml::ggml_backend_sched_t),
+    /// Nothing: bytes for each backend, and parts that the graph falls into.
+    Planned(Vec<usize>, usize),
 }
 
 // SAFETY: everything is owned; computing and data access happen under the compute lock.
@@ -838,6 +835,7 @@ impl Drop for Graph {
             match self.allocator {
                 Allocator::Single(allocator) => ggml::ggml_gallocr_free(allocator),
                 Allocator::Split(scheduler) => ggml::ggml_backend_sched_free(scheduler),
+                Allocator::Planned(..) => {}
             }
         }
     }
@@ -864,8 +862,21 @@ impl Graph {
         let (allocator, allocated) = unsafe {
             if backends.len() == 1 || suits_one(raw, first) {
                 let allocator = ggml::ggml_gallocr_new(first.buffer_type());
-                let done = ggml::ggml_gallocr_alloc_graph(allocator, raw);
-                (Allocator::Single(allocator), done)
+                if first.plans() {
+                    let mut bytes = [0];
+                    ggml::ggml_gallocr_reserve_n_size(
+                        allocator,
+                        raw,
+                        std::ptr::null(),
+                        std::ptr::null(),
+                        bytes.as_mut_ptr(),
+                    );
+                    ggml::ggml_gallocr_free(allocator);
+                    (Allocator::Planned(bytes.to_vec(), 1), true)
+                } else {
+                    let done = ggml::ggml_gallocr_alloc_graph(allocator, raw);
+                    (Allocator::Single(allocator), done)
+                }
             } else {
                 let mut list: Vec<_> = backends.iter().map(Backend::raw).collect();
                 let scheduler = ggml::ggml_backend_sched_new(
@@ -876,8 +887,16 @@ impl Graph {
                     false,
                     false,
                 );
-                let done = ggml::ggml_backend_sched_alloc_graph(scheduler, raw);
-                (Allocator::Split(scheduler), done)
+                if first.plans() {
+                    let mut bytes = vec![0; list.len()];
+                    ggml::ggml_backend_sched_reserve_size(scheduler, raw, bytes.as_mut_ptr());
+                    let n_splits = ggml::ggml_backend_sched_get_n_splits(scheduler) as usize;
+                    ggml::ggml_backend_sched_free(scheduler);
+                    (Allocator::Planned(bytes, n_splits), true)
+                } else {
+                    let done = ggml::ggml_backend_sched_alloc_graph(scheduler, raw);
+                    (Allocator::Split(scheduler), done)
+                }
             }
         };
         let graph = Self {
@@ -911,13 +930,22 @@ impl Graph {
         Ok(())
     }
 
-    /// As [`Graph::stage`], for types that have no Rust number.
+    /// As [`Graph::stage`], for types that have no Rust number: `fill` appends the bytes, which can be many.
     ///
     /// # Errors
     /// See [`Graph::stage`].
-    pub fn stage_bytes(&mut self, tensor: &Tensor, bytes: &[u8]) -> Result<(), Error> {
-        tensor.check_whole(bytes.len())?;
-        self.bytes.extend_from_slice(bytes);
+    pub fn stage_bytes(
+        &mut self,
+        tensor: &Tensor,
+        fill: impl FnOnce(&mut Vec<u8>),
+    ) -> Result<(), Error> {
+        let start = self.bytes.len();
+        self.bytes.reserve_exact(tensor.bytes());
+        fill(&mut self.bytes);
+        if let Err(error) = tensor.check_whole(self.bytes.len() - start) {
+            self.bytes.truncate(start);
+            return Err(error);
+        }
         self.staged.push((tensor.clone(), self.bytes.len()));
         Ok(())
     }
@@ -943,6 +971,8 @@ impl Graph {
                     Allocator::Split(_) => {
                         ggml::ggml_backend_tensor_set(to, from, 0, bytes.len());
                     }
+                    // Nothing of it has memory, so nothing can be staged.
+                    Allocator::Planned(..) => {}
                 }
             }
         }
@@ -978,6 +1008,8 @@ impl Graph {
                     Allocator::Split(_) => {
                         ggml::ggml_backend_tensor_get(tensor.as_ptr(), to, 0, bytes);
                     }
+                    // Its tensors are not readable.
+                    Allocator::Planned(..) => {}
                 }
             }
         }
@@ -998,6 +1030,7 @@ impl Graph {
         // other computations and copies away.
         let status = unsafe {
             match self.allocator {
+                Allocator::Planned(..) => ggml::GGML_STATUS_FAILED,
                 Allocator::Single(_) => {
                     ggml::ggml_backend_graph_compute(self.backends[0].raw(), self.raw)
                 }
@@ -1026,6 +1059,7 @@ impl Graph {
     pub fn n_splits(&self) -> usize {
         match self.allocator {
             Allocator::Single(_) => 1,
+            Allocator::Planned(_, n_splits) => n_splits,
             // SAFETY: the scheduler is alive.
             Allocator::Split(scheduler) => unsafe {
                 ggml::ggml_backend_sched_get_n_splits(scheduler) as usize
@@ -1035,15 +1069,23 @@ impl Graph {
 
     /// Bytes for intermediate results on all devices.
     pub fn compute_bytes(&self) -> usize {
+        self.compute_bytes_each().iter().sum()
+    }
+
+    /// Bytes for intermediate results on each of the backends, which may be fewer than the graph was given.
+    pub fn compute_bytes_each(&self) -> Vec<usize> {
         // SAFETY: allocator and backends are alive.
         unsafe {
-            match self.allocator {
-                Allocator::Single(allocator) => ggml::ggml_gallocr_get_buffer_size(allocator, 0),
+            match &self.allocator {
+                Allocator::Single(allocator) => {
+                    vec![ggml::ggml_gallocr_get_buffer_size(*allocator, 0)]
+                }
                 Allocator::Split(scheduler) => self
                     .backends
                     .iter()
-                    .map(|b| ggml::ggml_backend_sched_get_buffer_size(scheduler, b.raw()))
-                    .sum(),
+                    .map(|b| ggml::ggml_backend_sched_get_buffer_size(*scheduler, b.raw()))
+                    .collect(),
+                Allocator::Planned(bytes, _) => bytes.clone(),
             }
         }
     }

@@ -45,7 +45,7 @@ pub use error::{Error, one_line};
 pub use gguf::{Gguf, GgufWriter, Kind, TensorInfo, Value};
 pub use graph::{Context, Graph, Rope};
 pub use log::{Level, set_log_sink};
-pub use machine::{peak_memory, performance_cores};
+pub use machine::{memory_footprint, memory_level, peak_memory, performance_cores, thermal_level};
 pub use mapped::FileMap;
 pub use tensor::{Element, Tensor};
 pub use weights::{Repack, Role, Wanted, WeightBytes, Weights};

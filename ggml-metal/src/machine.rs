@@ -26,6 +26,66 @@ pub fn peak_memory() -> Option<usize> {
     None
 }
 
+/// macOS: percent of the memory that the kernel calls available (`kern.memorystatus_level`).
+pub fn memory_level() -> Option<u8> {
+    #[cfg(target_os = "macos")]
+    {
+        sysctl(c"kern.memorystatus_level").and_then(|level| u8::try_from(level.min(100)).ok())
+    }
+    #[cfg(not(target_os = "macos"))]
+    None
+}
+
+/// macOS: what the system charges this process for, in bytes: its own pages, compressed ones included, without mapped
+/// files.
+pub fn memory_footprint() -> Option<usize> {
+    #[cfg(target_os = "macos")]
+    {
+        // SAFETY: an all-zero record is a valid value, the pointer is to it, and the flavour is that of its type.
+        let (status, usage) = unsafe {
+            let mut usage: libc::rusage_info_v4 = std::mem::zeroed();
+            let status = libc::proc_pid_rusage(
+                libc::getpid(),
+                libc::RUSAGE_INFO_V4,
+                (&raw mut usage).cast(),
+            );
+            (status, usage)
+        };
+        (status == 0).then_some(usage.ri_phys_footprint as usize)
+    }
+    #[cfg(not(target_os = "macos"))]
+    None
+}
+
+/// macOS: the thermal pressure: 0 nominal, 1 moderate, 2 heavy, from 3 on critical.
+pub fn thermal_level() -> Option<u64> {
+    #[cfg(target_os = "macos")]
+    {
+        // Of notify.h, in the system's library.
+        unsafe extern "C" {
+            fn notify_register_check(
+                name: *const std::ffi::c_char,
+                token: *mut std::ffi::c_int,
+            ) -> u32;
+            fn notify_get_state(token: std::ffi::c_int, state: *mut u64) -> u32;
+            fn notify_cancel(token: std::ffi::c_int) -> u32;
+        }
+        let name = c"com.apple.system.thermalpressurelevel";
+        let (mut token, mut state) = (0, 0);
+        // SAFETY: the name is null-terminated, both pointers are to live integers, and the token is cancelled once.
+        unsafe {
+            if notify_register_check(name.as_ptr(), &mut token) != 0 {
+                return None;
+            }
+            let status = notify_get_state(token, &mut state);
+            notify_cancel(token);
+            (status == 0).then_some(state)
+        }
+    }
+    #[cfg(not(target_os = "macos"))]
+    None
+}
+
 #[cfg(target_os = "macos")]
 fn platform_cores() -> Option<usize> {
     // Apple silicon numbers its performance levels from the fastest; Intel Macs have none.

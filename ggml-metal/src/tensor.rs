@@ -37,9 +37,14 @@ impl Element for i64 {
 /// Memory of a device, or a map of a file that a device reads directly.
 pub(crate) struct Buffer {
     pub(crate) raw: ggml::ggml_backend_buffer_t,
+    /// Of a planned buffer: the bytes that it would have.
+    planned: usize,
     /// Dropped after the buffer that reads it.
     _map: Option<Arc<FileMap>>,
 }
+
+/// Where planned memory begins: addresses are compared and aligned, and nothing is ever read or written there.
+const PLANNED_START: usize = 1 << 40;
 
 // SAFETY: the buffer's data is only touched under the compute lock; the handle itself is only freed once.
 unsafe impl Send for Buffer {}
@@ -48,12 +53,61 @@ unsafe impl Sync for Buffer {}
 
 impl Buffer {
     pub(crate) fn new(raw: ggml::ggml_backend_buffer_t, map: Option<Arc<FileMap>>) -> Self {
-        Self { raw, _map: map }
+        Self {
+            raw,
+            planned: 0,
+            _map: map,
+        }
+    }
+
+    /// A buffer of that type without memory, for plans. ggml gives empty buffers none.
+    ///
+    /// # Safety
+    /// The buffer type must be one of ggml's.
+    pub(crate) unsafe fn planned(
+        buffer_type: ggml::ggml_backend_buffer_type_t,
+        bytes: usize,
+    ) -> Self {
+        Self {
+            // SAFETY: the caller's promise.
+            raw: unsafe { ggml::ggml_backend_buft_alloc_buffer(buffer_type, 0) },
+            planned: bytes,
+            _map: None,
+        }
     }
 
     pub(crate) fn bytes(&self) -> usize {
         // SAFETY: the buffer is alive.
-        unsafe { ggml::ggml_backend_buffer_get_size(self.raw) }
+        self.planned + unsafe { ggml::ggml_backend_buffer_get_size(self.raw) }
+    }
+}
+
+/// True for a buffer without memory: it is only planned.
+///
+/// # Safety
+/// The buffer must be alive.
+pub(crate) unsafe fn is_planned(buffer: ggml::ggml_backend_buffer_t) -> bool {
+    // SAFETY: the caller's promise.
+    unsafe { ggml::ggml_backend_buffer_get_size(buffer) == 0 }
+}
+
+/// Gives a tensor the memory at `address` of `buffer`; false where the device refuses.
+///
+/// # Safety
+/// All must be alive, and the tensor's bytes must lie inside the buffer, unless that is only planned.
+pub(crate) unsafe fn lay(
+    buffer: ggml::ggml_backend_buffer_t,
+    tensor: *mut ggml::ggml_tensor,
+    address: *mut std::ffi::c_void,
+) -> bool {
+    // SAFETY: the caller's promise; of a planned tensor the address is never used.
+    unsafe {
+        if is_planned(buffer) {
+            (*tensor).buffer = buffer;
+            (*tensor).data = address;
+            return true;
+        }
+        ggml::ggml_backend_tensor_alloc(buffer, tensor, address) == ggml::GGML_STATUS_SUCCESS
     }
 }
 
@@ -137,6 +191,10 @@ impl ContextInner {
         // SAFETY: context and buffer type are alive; the new buffer is kept with the context.
         unsafe {
             let bytes = ggml::ggml_backend_alloc_ctx_tensors_from_buft_size(self.raw, buffer_type);
+            if backend.plans() {
+                self.plan(buffer_type, bytes);
+                return Ok(());
+            }
             let raw = ggml::ggml_backend_alloc_ctx_tensors_from_buft(self.raw, buffer_type);
             if raw.is_null() {
                 return Err(Error::Alloc {
@@ -150,6 +208,31 @@ impl ContextInner {
             self.keep_buffer(Arc::new(Buffer::new(raw, None)));
         }
         Ok(())
+    }
+}
+
+impl ContextInner {
+    /// Gives every tensor a place in a buffer that has no memory.
+    ///
+    /// # Safety
+    /// The buffer type must be one of ggml's.
+    unsafe fn plan(&self, buffer_type: ggml::ggml_backend_buffer_type_t, bytes: usize) {
+        // SAFETY: the caller's promise; the context owns the tensors that are walked, and keeps the buffer.
+        unsafe {
+            let buffer = Buffer::planned(buffer_type, bytes);
+            let alignment = ggml::ggml_backend_buft_get_alignment(buffer_type);
+            let mut at = PLANNED_START;
+            let mut tensor = ggml::ggml_get_first_tensor(self.raw);
+            while !tensor.is_null() {
+                if (*tensor).data.is_null() && (*tensor).view_src.is_null() {
+                    lay(buffer.raw, tensor, std::ptr::without_provenance_mut(at));
+                    let size = ggml::ggml_backend_buft_get_alloc_size(buffer_type, tensor);
+                    at += size.next_multiple_of(alignment);
+                }
+                tensor = ggml::ggml_get_next_tensor(self.raw, tensor);
+            }
+            self.keep_buffer(Arc::new(buffer));
+        }
     }
 }
 
@@ -290,10 +373,24 @@ impl Tensor {
 
     /// True once the tensor has data. An input that a graph does not use gets none.
     pub fn is_allocated(&self) -> bool {
+        !self.buffer().is_null()
+    }
+
+    /// The buffer that its data lie in, or its view's source's; null where it has none.
+    fn buffer(&self) -> ggml::ggml_backend_buffer_t {
         let tensor = self.get();
-        // SAFETY: a view's source is kept alive by the same context.
-        !tensor.buffer.is_null()
-            || (!tensor.view_src.is_null() && unsafe { !(*tensor.view_src).buffer.is_null() })
+        if tensor.buffer.is_null() && !tensor.view_src.is_null() {
+            // SAFETY: a view's source is kept alive by the same context.
+            return unsafe { (*tensor.view_src).buffer };
+        }
+        tensor.buffer
+    }
+
+    /// True where its memory is only planned.
+    pub fn is_planned(&self) -> bool {
+        let buffer = self.buffer();
+        // SAFETY: a tensor's buffer is kept alive by its context.
+        !buffer.is_null() && unsafe { is_planned(buffer) }
     }
 
     /// True where `device` can compute this node.
@@ -303,7 +400,7 @@ impl Tensor {
     }
 
     fn check_range(&self, what: &str, offset: usize, bytes: usize) -> Result<(), Error> {
-        let has_data = self.is_allocated();
+        let has_data = self.is_allocated() && !self.is_planned();
         let end = offset.checked_add(bytes);
         if has_data && end.is_some_and(|end| end <= self.bytes()) {
             return Ok(());
@@ -315,6 +412,8 @@ impl Tensor {
                 self.bytes(),
                 if has_data {
                     ""
+                } else if self.is_planned() {
+                    " that are only planned"
                 } else {
                     " that are not allocated"
                 }
@@ -428,13 +527,8 @@ impl Tensor {
     fn is_weight(&self) -> bool {
         // SAFETY: a tensor with data has a buffer of its own or on the source of its view.
         unsafe {
-            let tensor = self.get();
-            let owner = if tensor.buffer.is_null() {
-                (*tensor.view_src).buffer
-            } else {
-                tensor.buffer
-            };
-            ggml::ggml_backend_buffer_get_usage(owner) == ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS
+            ggml::ggml_backend_buffer_get_usage(self.buffer())
+                == ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS
         }
     }
 

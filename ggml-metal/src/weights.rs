@@ -4,7 +4,7 @@ use std::collections::HashMap;
 use std::sync::Arc;
 
 use crate::graph::Context;
-use crate::tensor::Buffer;
+use crate::tensor::{Buffer, lay};
 use crate::{Backend, DType, Device, Error, FileMap, Gguf, Tensor, TensorInfo, log};
 
 /// What a weight is used for; decides which layouts and devices can hold it.
@@ -29,6 +29,10 @@ pub struct WeightBytes {
     pub copied: usize,
     /// Copied to a layout made for this CPU.
     pub repacked: usize,
+    /// Of those mapped and copied: the CPU's, because the device cannot use them.
+    pub host_mapped: usize,
+    /// See `host_mapped`.
+    pub host_copied: usize,
 }
 
 /// Which matrices are copied to a layout made for this CPU, where it has one.
@@ -126,6 +130,9 @@ impl Weights {
             .into_iter()
             .partition(|w| w.info.offset % ALIGNMENT == 0);
         weights.map(&aligned, cpu)?;
+        let bytes = |list: &[&Wanted<'_>]| list.iter().map(|w| w.info.bytes).sum();
+        weights.bytes.host_mapped = bytes(&aligned);
+        weights.bytes.host_copied = bytes(&unaligned);
         if !unaligned.is_empty() {
             copies
                 .entry(cpu.buffer_type() as usize)
@@ -185,25 +192,31 @@ impl Weights {
             let largest = group.iter().map(|w| w.info.bytes).max().unwrap_or(0);
             let base = map.bytes().as_ptr();
             log::clear();
-            // SAFETY: the map outlives the buffer, which holds it. ggml wants a mutable pointer, but buffers
-            // marked as weights are only read (`Tensor::write` refuses them).
-            let raw = unsafe {
-                ggml::ggml_backend_dev_buffer_from_host_ptr(
-                    backend.device().0,
-                    base.cast_mut().cast(),
-                    map.bytes().len(),
-                    largest,
-                )
+            let buffer = if backend.plans() {
+                // SAFETY: the backend's buffer type is ggml's.
+                unsafe { Buffer::planned(backend.buffer_type(), map.bytes().len()) }
+            } else {
+                // SAFETY: the map outlives the buffer, which holds it. ggml wants a mutable pointer, but buffers
+                // marked as weights are only read (`Tensor::write` refuses them).
+                let raw = unsafe {
+                    ggml::ggml_backend_dev_buffer_from_host_ptr(
+                        backend.device().0,
+                        base.cast_mut().cast(),
+                        map.bytes().len(),
+                        largest,
+                    )
+                };
+                if raw.is_null() {
+                    return Err(Error::Alloc {
+                        device: backend.device().name().to_owned(),
+                        what: format!("the map of {}", map.path().display()),
+                        bytes: map.bytes().len(),
+                        log: log::take(),
+                    });
+                }
+                Buffer::new(raw, Some(map.clone()))
             };
-            if raw.is_null() {
-                return Err(Error::Alloc {
-                    device: backend.device().name().to_owned(),
-                    what: format!("the map of {}", map.path().display()),
-                    bytes: map.bytes().len(),
-                    log: log::take(),
-                });
-            }
-            let buffer = Arc::new(Buffer::new(raw, Some(map.clone())));
+            let (raw, buffer) = (buffer.raw, Arc::new(buffer));
             // SAFETY: the buffer is alive.
             unsafe {
                 ggml::ggml_backend_buffer_set_usage(raw, ggml::GGML_BACKEND_BUFFER_USAGE_WEIGHTS);
@@ -214,14 +227,11 @@ impl Weights {
                 let tensor = describe(&context, want)?;
                 // SAFETY: the range was checked against the map when the file was opened; the buffer covers
                 // the whole map and is kept by the tensor's context.
-                let status = unsafe {
-                    ggml::ggml_backend_tensor_alloc(
-                        raw,
-                        tensor.as_ptr(),
-                        base.add(want.info.offset).cast_mut().cast(),
-                    )
+                let laid = unsafe {
+                    let address = base.add(want.info.offset).cast_mut().cast();
+                    lay(raw, tensor.as_ptr(), address)
                 };
-                if status != ggml::GGML_STATUS_SUCCESS {
+                if !laid {
                     return Err(Error::Device(format!(
                         "tensor `{}` cannot be used in place on {}",
                         want.info.name,
@@ -252,7 +262,11 @@ impl Weights {
         context.inner.allocate(backend, buffer_type, "weights")?;
         for (want, tensor) in wanted.iter().zip(tensors) {
             let plus_one = want.plus_one.then(|| plus_one(want)).transpose()?;
-            let data = plus_one.as_deref().unwrap_or(want.file.data(want.info));
+            let data = match &plus_one {
+                _ if backend.plans() => &[],
+                Some(data) => data.as_slice(),
+                None => want.file.data(want.info),
+            };
             // Repacking needs the whole tensor in one call.
             let piece = if own_layout { data.len() } else { UPLOAD_BYTES };
             for (i, chunk) in data.chunks(piece.max(1)).enumerate() {

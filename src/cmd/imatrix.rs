@@ -30,7 +30,11 @@ pub fn run(args: &ImatrixArgs) -> Result<Outcome> {
     };
     let text = std::fs::read_to_string(&args.file)
         .with_context(|| format!("reading {}", args.file.display()))?;
-    let (engine, tokenizer) = model::load(&args.model)?;
+    let needs = model::Needs {
+        n_ctx: Some(chunk_size),
+        ..model::Needs::default()
+    };
+    let (engine, tokenizer) = model::load(&args.model, &needs)?;
     let files = engine.files().all().map(|f| f.path());
     check_apart(&args.output, files.chain([args.file.as_path()]))?;
     let mut tokens = tokenizer.encode(&text, false)?;

@@ -3,6 +3,9 @@
 pub mod bench;
 pub mod chat;
 pub mod convert;
+pub mod doctor;
+pub mod family;
+pub mod fit;
 pub mod gguf;
 pub mod imatrix;
 pub mod inspect;

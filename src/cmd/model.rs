@@ -67,15 +67,44 @@ pub fn path_quietly(given: Option<&Path>) -> Result<PathBuf> {
     Ok(path)
 }
 
+/// What a command will do with a model, so that it can be seen before loading whether the machine has the memory.
+#[derive(Clone, Copy, Debug, Default)]
+pub struct Needs {
+    /// The most tokens that it guesses before a pass.
+    pub n_guesses: usize,
+    /// It guesses without a draft head too.
+    pub guesses_headless: bool,
+    /// The context of its sessions, where that is not the one of the arguments.
+    pub n_ctx: Option<usize>,
+    /// Rows of logits that it holds at once, if more than one.
+    pub n_rows: usize,
+    /// Sessions that it runs, if more than one.
+    pub n_sessions: usize,
+}
+
+impl Needs {
+    /// One session that guesses like that.
+    pub fn of(spec: &SpecArgs) -> Self {
+        Self {
+            n_guesses: usize::from(match spec.spec {
+                Spec::Auto => spec.draft_max,
+                Spec::Fixed(n) => n,
+            }),
+            guesses_headless: spec.spec_ngram > 0,
+            ..Self::default()
+        }
+    }
+}
+
 /// Loads the model, and builds its tokenizer meanwhile.
 ///
 /// # Errors
-/// When either fails.
-pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
+/// When either fails, or the machine has not the memory.
+pub fn load(args: &ModelArgs, needs: &Needs) -> Result<(Arc<Engine>, Tokenizer)> {
     let path = path(args.model.as_deref())?;
     // Mapped weights need no copy, and so no bar.
     let mut bar = None;
-    let loaded = load_from(&path, args, &mut |done, total| {
+    let loaded = load_from(&path, args, needs, &mut report::note, &mut |done, total| {
         let bar = bar.get_or_insert_with(|| progress_bar("loading"));
         bar.set_length(total as u64);
         bar.set_position(done as u64);
@@ -92,20 +121,18 @@ pub fn load(args: &ModelArgs) -> Result<(Arc<Engine>, Tokenizer)> {
 /// See [`load`].
 pub fn load_quietly(
     args: &ModelArgs,
+    needs: &Needs,
     progress: &mut dyn FnMut(f32),
 ) -> Result<(Arc<Engine>, Tokenizer)> {
     let path = path_quietly(args.model.as_deref())?;
-    load_from(&path, args, &mut |done, total| {
+    load_from(&path, args, needs, &mut |_| {}, &mut |done, total| {
         progress(done as f32 / total.max(1) as f32);
     })
 }
 
-fn load_from(
-    path: &Path,
-    args: &ModelArgs,
-    progress: &mut dyn FnMut(usize, usize),
-) -> Result<(Arc<Engine>, Tokenizer)> {
-    let params = EngineParams {
+/// How to load under these arguments.
+pub fn engine_params(args: &ModelArgs) -> EngineParams {
+    EngineParams {
         device: args.device.clone(),
         n_threads: args.threads.map(usize::from),
         repack: if args.repack {
@@ -114,10 +141,23 @@ fn load_from(
             Repack::Never
         },
         mtp: args.mtp.clone(),
-    };
+    }
+}
+
+fn load_from(
+    path: &Path,
+    args: &ModelArgs,
+    needs: &Needs,
+    say: &mut dyn FnMut(&str),
+    progress: &mut dyn FnMut(usize, usize),
+) -> Result<(Arc<Engine>, Tokenizer)> {
+    let params = engine_params(args);
     thread::scope(|scope| {
         let tokenizer = scope.spawn(|| tokenizer(path));
-        let engine = Engine::load(path, &params, progress);
+        let engine = Engine::plan(path, &params).and_then(|planned| {
+            let planned = super::fit::governed(path, planned, args, needs, say)?;
+            planned.load_planned(progress)
+        });
         // An engine that cannot be loaded is the better message: the tokenizer reads the same file.
         let engine = engine?;
         match tokenizer.join() {

@@ -27,7 +27,12 @@ pub fn run(args: &PerplexityArgs) -> Result<Outcome> {
         n => n,
     };
     params.n_ctx = window;
-    let (engine, tokenizer) = model::load(&args.model)?;
+    let needs = model::Needs {
+        n_ctx: Some(window),
+        n_rows: window - window / 2,
+        ..model::Needs::default()
+    };
+    let (engine, tokenizer) = model::load(&args.model, &needs)?;
     let mut tokens = tokenizer.encode(&text, false)?;
     let bos = tokenizer.bos().filter(|_| tokenizer.add_bos());
     if let Some(bos) = bos {

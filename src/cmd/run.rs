@@ -10,6 +10,7 @@ use qrun::chat;
 use qrun::engine::Engine;
 use qrun::generate::{Answer, FinishReason, GenerateError, Generator, Piece, Request};
 use qrun::grammar::{Grammar, GrammarFactory};
+use qrun::memory::{self, Machine};
 use qrun::sampler::{Sampler, SamplerParams, Stage};
 use qrun::session::{CancelToken, EvalError, Session};
 use qrun::speculate::Speculator;
@@ -58,7 +59,9 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
 
     let cancel = CancelToken::default();
     install_interrupt(&cancel)?;
-    let (engine, tokenizer) = model::load(&args.model)?;
+    let mut machine = Machine::new();
+    let needs = model::Needs::of(&args.spec);
+    let (engine, tokenizer) = model::load(&args.model, &needs)?;
     let template = template(args, &engine)?;
     let grammar_factory = grammar
         .as_ref()
@@ -84,7 +87,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         cancel,
         engine: &engine,
     };
-    match asked {
+    let outcome = match asked {
         Asked::One(text) => {
             let item = Item {
                 messages: messages(args.system_prompt.as_deref(), &text),
@@ -93,7 +96,20 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
             runner.one(&item)
         }
         Asked::Many(path) => runner.many(&path),
+    };
+    // Never silently.
+    let swapped = machine.as_mut().map_or(0, |machine| {
+        machine
+            .read()
+            .map_or(0, |reading| machine.swap_growth(&reading))
+    });
+    if swapped >= memory::SWAP_STIRS {
+        report::note(&format!(
+            "the swap in use grew by {} during this run: memory is short, and it was slower for that",
+            report::bytes(swapped as usize)
+        ));
     }
+    outcome
 }
 
 /// Ctrl-C once ends the answer, twice the program. A kill does what Ctrl-C does.

@@ -53,7 +53,12 @@ pub fn run(args: &TuneArgs) -> Result<Outcome> {
     let cancel = CancelToken::default();
     super::run::install_interrupt(&cancel)?;
     let params = model::session_params(&args.model)?;
-    let (engine, tokenizer) = model::load(&args.model)?;
+    let needs = model::Needs {
+        n_guesses: usize::from(args.draft_max),
+        n_sessions: 2,
+        ..model::Needs::default()
+    };
+    let (engine, tokenizer) = model::load(&args.model, &needs)?;
     if !engine.mtp_status().on {
         return Err(UsageError(format!("nothing to tune: {}", engine.mtp_status().reason)).into());
     }

@@ -18,7 +18,11 @@ use crate::report;
 /// When the model has nothing to guess with, cannot be loaded or computed; when a text differs.
 pub fn run(args: &VerifyArgs) -> Result<Outcome> {
     let plain_params = model::session_params(&args.model)?;
-    let (engine, tokenizer) = model::load(&args.model)?;
+    let needs = model::Needs {
+        n_sessions: 2,
+        ..model::Needs::of(&args.spec)
+    };
+    let (engine, tokenizer) = model::load(&args.model, &needs)?;
     let mut params = plain_params;
     let (spec, tuned) = model::speculation(&args.spec, &engine, &tokenizer, &mut params)?;
     let Some(spec) = spec else {

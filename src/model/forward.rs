@@ -107,7 +107,6 @@ struct Inputs {
 struct Scratch {
     ids: Vec<i32>,
     cells: Vec<i64>,
-    mask: Vec<u8>,
 }
 
 /// Binary16 of 0 and of minus infinity.
@@ -530,6 +529,9 @@ impl DraftVocab {
         let context = Context::new(1)?;
         let ids = context.new_tensor("draft_ids", DType::I32, &[1, n]);
         context.allocate(backend, "the draft vocabulary")?;
+        if backend.plans() {
+            return Ok(ids);
+        }
         ids.write(&(0..n as i32).map(|i| self.id(i)).collect::<Vec<_>>())?;
         Ok(ids)
     }
@@ -579,10 +581,10 @@ impl Inputs {
             graph.stage(&self.cells, &scratch.cells)?;
         }
         if self.mask.is_allocated() {
-            stage_mask(graph, &self.mask, n_past, 0, &mut scratch.mask)?;
+            stage_mask(graph, &self.mask, n_past, 0)?;
         }
         if let Some(mask) = &self.head_mask {
-            stage_mask(graph, mask, n_past, 1, &mut scratch.mask)?;
+            stage_mask(graph, mask, n_past, 1)?;
         }
         Ok(())
     }
@@ -590,28 +592,23 @@ impl Inputs {
 
 /// Lets the token in row `i` see the cells `first..=n_past + i`. Row 0 of an empty context would see nothing when
 /// `first` is 1: it keeps its own cell, so that no softmax is over nothing; its result is not used.
-fn stage_mask(
-    graph: &mut Graph,
-    mask: &Tensor,
-    n_past: usize,
-    first: usize,
-    bytes: &mut Vec<u8>,
-) -> Result<()> {
+fn stage_mask(graph: &mut Graph, mask: &Tensor, n_past: usize, first: usize) -> Result<()> {
     let (n_kv, n) = (mask.ne(0) as usize, mask.ne(1) as usize);
-    bytes.clear();
-    for row in 0..n {
-        let last = n_past + row;
-        let first = first.min(last);
-        let cell = |cell| {
-            if (first..=last).contains(&cell) {
-                VISIBLE
-            } else {
-                HIDDEN
-            }
-        };
-        bytes.extend((0..n_kv).flat_map(|i| u16::to_le_bytes(cell(i))));
-    }
-    Ok(graph.stage_bytes(mask, bytes)?)
+    graph.stage_bytes(mask, |bytes| {
+        for row in 0..n {
+            let last = n_past + row;
+            let first = first.min(last);
+            let cell = |cell| {
+                if (first..=last).contains(&cell) {
+                    VISIBLE
+                } else {
+                    HIDDEN
+                }
+            };
+            bytes.extend((0..n_kv).flat_map(|i| u16::to_le_bytes(cell(i))));
+        }
+    })?;
+    Ok(())
 }
 
 /// One pass being described: everything the blocks share.

@@ -146,6 +146,27 @@ pub struct Synthetic {
     pub file_type: FileType,
 }
 
+/// A tensor of a synthetic model.
+#[derive(Clone, Debug)]
+pub struct ShapeTensor {
+    /// Its name.
+    pub name: String,
+    /// Its shape in ggml order.
+    pub shape: [i64; 4],
+    /// Its use.
+    pub role: Role,
+    /// Its type.
+    pub dtype: DType,
+}
+
+impl ShapeTensor {
+    /// Bytes that it takes.
+    pub fn bytes(&self) -> u64 {
+        let n_rows: i64 = self.shape[1..].iter().product();
+        self.dtype.row_bytes(self.shape[0] as usize) as u64 * n_rows as u64
+    }
+}
+
 /// Which weights of a synthetic model are made.
 #[derive(Clone, Copy, Debug, PartialEq, Eq)]
 pub enum Fill {
@@ -194,11 +215,11 @@ impl Synthetic {
         )
     }
 
-    /// The model as a file in memory.
+    /// Every tensor in the order of the file.
     ///
     /// # Errors
-    /// When there is not enough memory.
-    pub fn make(&self, fill: Fill) -> Result<Gguf> {
+    /// When the types cannot be chosen.
+    pub fn tensors(&self) -> Result<Vec<ShapeTensor>> {
         let config = self.shape.config();
         let mut list: Vec<(String, [i64; 4], Role)> = tensors(&config, self.shape.tied)?;
         list.sort_by(|a, b| recipe::order(&a.0, &b.0));
@@ -229,21 +250,41 @@ impl Synthetic {
             &Overrides::default(),
             true,
         )?;
+        let all = list.into_iter().zip(types);
+        Ok(all
+            .map(|((name, shape, role), dtype)| ShapeTensor {
+                name,
+                shape,
+                role,
+                dtype,
+            })
+            .collect())
+    }
+
+    /// The model as a file in memory.
+    ///
+    /// # Errors
+    /// When there is not enough memory.
+    pub fn make(&self, fill: Fill) -> Result<Gguf> {
+        let config = self.shape.config();
+        let list = self.tensors()?;
         let mut writer = GgufWriter::new(list.len())?;
         for (key, value) in metadata(&config, &self.name()) {
             writer.set(&key, &value)?;
         }
-        for ((name, shape, _), &dtype) in list.iter().zip(&types) {
-            let n_dims = shape.iter().rposition(|&n| n != 1).map_or(1, |i| i + 1);
-            writer.add_tensor(name, &shape[..n_dims], dtype)?;
+        for t in &list {
+            let n_dims = t.shape.iter().rposition(|&n| n != 1).map_or(1, |i| i + 1);
+            writer.add_tensor(&t.name, &t.shape[..n_dims], t.dtype)?;
         }
         let mut rows = Rows::default();
         let mut failed = None;
         let file = Gguf::in_memory(Path::new(&self.name()), &writer, &mut |i, data| {
-            let (name, shape, role) = &list[i];
-            let looked_at = *role == Role::Vector || name.ends_with("nextn.eh_proj.weight");
+            let t = &list[i];
+            let looked_at = t.role == Role::Vector || t.name.ends_with("nextn.eh_proj.weight");
             if failed.is_none() && (fill == Fill::All || looked_at) {
-                failed = rows.write(name, shape[0] as usize, types[i], data).err();
+                failed = rows
+                    .write(&t.name, t.shape[0] as usize, t.dtype, data)
+                    .err();
             }
         })?;
         match failed {

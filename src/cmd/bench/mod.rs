@@ -61,7 +61,11 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
 
     let mut rows = Vec::new();
     for &threads in &or_default(&args.threads) {
-        let (engine, tokenizer) = model::load(&model_args(&args, threads, 0, "f16", "f16"))?;
+        let widest = args.batch_size.iter().max().copied().unwrap_or(0);
+        let (engine, tokenizer) = model::load(
+            &model_args(&args, threads, widest, "f16", "f16"),
+            &needs(&args),
+        )?;
         let bench = Bench {
             args: &args,
             engine,
@@ -133,7 +137,25 @@ fn model_args(
         batch_size: n_batch.max(1),
         cache_type_k: k.to_owned(),
         cache_type_v: v.to_owned(),
+        fit: true,
         verbose: args.verbose,
+    }
+}
+
+/// The memory of the largest test: its sessions hold no more tokens than these.
+fn needs(args: &BenchArgs) -> model::Needs {
+    let most = |list: &[usize]| list.iter().max().copied().unwrap_or(0);
+    let pairs = args.pg.iter().map(|&(prompt, gen_)| prompt + gen_);
+    let reach = pairs
+        .max()
+        .unwrap_or(0)
+        .max(most(&args.n_prompt))
+        .max(most(&args.n_gen));
+    model::Needs {
+        n_guesses: usize::from(args.draft_max),
+        n_ctx: Some(most(&args.n_depth) + reach + 256),
+        n_sessions: 2,
+        ..model::Needs::default()
     }
 }
 

@@ -12,6 +12,7 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, Result, bail};
 use qrun::conversation::{self, Conversation};
 use qrun::generate::FinishReason;
+use qrun::memory;
 use qrun::session::CancelToken;
 use tui::{
     Action, Attachment, ExportFormat, Level, Message, ModelEntry, Notice, Pacer, Phase, Prompt,
@@ -139,7 +140,7 @@ struct Chat {
     first_minute: Vec<f32>,
     slot: (Instant, usize, Duration),
     /// None where the system tells nothing.
-    machine: Option<sysinfo::System>,
+    machine: Option<memory::Machine>,
     measured: Instant,
     weights: (usize, usize),
 }
@@ -209,7 +210,7 @@ impl Chat {
             kept: (now, 0),
             first_minute: Vec::new(),
             slot: (now, 0, Duration::ZERO),
-            machine: sysinfo::System::new().ok(),
+            machine: memory::Machine::new(),
             measured: now,
             weights: (0, 0),
         };
@@ -815,35 +816,45 @@ impl Chat {
 
     /// Looks at the machine's memory; true when it can tell.
     fn measure_machine(&mut self) -> bool {
-        let Some(machine) = &mut self.machine else {
+        let device = ggml_metal::find_device(self.args.model.device.as_deref());
+        let (mapped, copied) = (self.weights.0 as u64, self.weights.1 as u64);
+        // Metal wires the map, so that the system counts it itself.
+        let is_metal = device.as_ref().is_ok_and(ggml_metal::Device::is_metal);
+        let counted = if is_metal { 0 } else { mapped };
+        let machine = self.machine.as_mut();
+        let Some((reading, zone)) = machine.and_then(|machine| machine.judge(counted)) else {
             return false;
         };
-        machine.refresh_memory();
-        let (total, free) = (machine.total_memory(), machine.available_memory());
-        if total == 0 || !self.ready {
+        if !self.ready {
             return false;
         }
         let before = self.view.live.memory.unwrap_or_default();
-        let own = before.kv + before.state + before.snapshots + self.weights.1 as u64;
-        let mut memory = tui::Memory {
-            total,
-            weights_mapped: self.weights.0 as u64,
-            weights_copied: self.weights.1 as u64,
-            // What others use: the map of the weights counts as free, our own memory does not.
-            other: (total - free.min(total)).saturating_sub(own),
-            ..before
+        let own = before.kv + before.state + before.snapshots + copied + mapped;
+        let (total, used) = match device {
+            // A GPU's own memory holds the model, so it is the one to show.
+            Ok(device) if device.kind() == ggml_metal::DeviceKind::Gpu && !is_metal => {
+                let (free, total) = device.memory();
+                (total as u64, total.saturating_sub(free) as u64)
+            }
+            _ => (reading.total(), reading.used()),
         };
-        let share = memory.used() as f64 / total as f64;
-        memory.zone = match share {
-            share if share < 0.70 => Zone::Green,
-            share if share < 0.85 => Zone::Yellow,
-            _ => Zone::Red,
+        let mut memory = tui::Memory {
+            zone: match zone {
+                memory::Zone::Green => Zone::Green,
+                memory::Zone::Yellow => Zone::Yellow,
+                memory::Zone::Red => Zone::Red,
+            },
+            total,
+            weights_mapped: mapped,
+            weights_copied: copied,
+            other: used.saturating_sub(own),
+            ..before
         };
         if let Some(context) = &self.view.live.context
             && context.used > 0
         {
             let a_token = (context.kv_bytes / context.used).max(1);
-            let left = (total as f64 * 0.85) as u64;
+            let left = (total as f64 * memory::RED) as u64;
             let fits = left.saturating_sub(memory.used()) / a_token;
             memory.room_tokens = Some(fits.min(context.limit - context.used.min(context.limit)));
         }

@@ -197,7 +197,8 @@ impl Loaded {
         progress: &mut dyn FnMut(f32),
     ) -> Result<Self> {
         let mut params = model::session_params(args)?;
-        let (engine, tokenizer) = model::load_quietly(args, progress)?;
+        let needs = model::Needs::of(spec);
+        let (engine, tokenizer) = model::load_quietly(args, &needs, progress)?;
         let file = engine.files().main();
         let source = vocab::chat_template(file).with_context(|| {
             format!(
@@ -211,7 +212,8 @@ impl Loaded {
         Ok(Self {
             session: Session::new(engine.clone(), params)?,
             speculator: speculation.map(|params| Speculator::new(params, tuned)),
-            states: StateCache::new(cache_ram),
+            // Saved states may take what a full context leaves.
+            states: StateCache::new(engine.spare().map_or(cache_ram, |n| n.min(cache_ram))),
             engine,
             tokenizer,
             template,
