@@ -19,7 +19,7 @@ use support::{demo, never, root, synth};
 fn params() -> EngineParams {
     EngineParams {
         device: Some("CPU".to_owned()),
-        n_threads: Some(2),
+        n_threads: Some(1),
         ..EngineParams::default()
     }
 }
@@ -74,12 +74,11 @@ fn a_planned_session_has_the_bytes_of_a_full_one() {
         let f16 = kv(DType::F16, DType::F16);
         for (n_ctx, n_batch, kv, n_rollback) in [
             (256, 16, f16, 0),
-            (1024, 512, f16, 0),
-            (1280, 512, f16, 0),
-            (2048, 32, kv(DType::Q8_0, DType::Q8_0), 0),
+            (700, 512, f16, 0),
             (1280, 512, kv(DType::F32, DType::F16), 0),
-            (1280, 512, f16, 3),
-            (1500, 64, kv(DType::Q8_0, DType::F16), 2),
+            (512, 32, kv(DType::Q8_0, DType::Q8_0), 0),
+            (768, 256, f16, 3),
+            (1280, 64, kv(DType::Q8_0, DType::F16), 1),
         ] {
             let session = SessionParams {
                 n_ctx,
@@ -168,6 +167,7 @@ fn qrun() -> Command {
         command.env_remove(name);
     }
     command.env("QRUN_CONFIG", "").env("QRUN_DEVICE", "CPU");
+    command.env("QRUN_THREADS", "1");
     command.current_dir(root());
     command.arg("-m").arg(demo());
     command
@@ -286,14 +286,7 @@ fn a_limit_on_the_processes_is_kept() {
     let Some(group) = Group::new("lowered", 62 << 20) else {
         return;
     };
-    let args = [
-        "--raw",
-        "-p",
-        "Once upon a time",
-        "--ignore-eos",
-        "--greedy",
-    ];
-    let out = group.run(&args);
+    let out = group.run(&["--raw", "-p", "Once upon a time", "-n", "1"]);
     let stderr = text(&out.stderr);
     assert!(out.status.success(), "{:?} {stderr}", out.status);
     let lowered = stderr
@@ -306,8 +299,24 @@ fn a_limit_on_the_processes_is_kept() {
         stderr.contains("of this control group can be had"),
         "{stderr}"
     );
-    // It wrote until that context was full, and was not killed.
-    assert!(out.stdout.len() > n_ctx, "{}", out.stdout.len());
+    // It is not killed when that context is filled to the last token.
+    let words = " a".repeat(n_ctx - 20);
+    let out = group.run(&[
+        "--raw",
+        "-p",
+        &words,
+        "--ignore-eos",
+        "--json",
+        "--spec",
+        "2",
+    ]);
+    let stderr = text(&out.stderr);
+    assert!(out.status.success(), "{:?} {stderr}", out.status);
+    let json: serde_json::Value = serde_json::from_slice(&out.stdout).unwrap();
+    assert_eq!(json["finish_reason"], "length", "{json}");
+    let count = |key: &str| json["counts"][key].as_u64().unwrap() as usize;
+    assert!(count("prompt") > n_ctx - 30, "{json}");
+    assert!(count("prompt") + count("output") >= n_ctx, "{json}");
 
     let out = group.run(&["-p", "Hi.", "-c", "4096"]);
     let stderr = text(&out.stderr);
