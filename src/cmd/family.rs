@@ -376,10 +376,8 @@ fn table(
             row.plain_tok_s,
             match row.mtp_depth {
                 0 => ", and guessing ahead gains nothing".to_owned(),
-                n => format!(
-                    ", {:.0} with its draft head ({n} tokens ahead)",
-                    row.mtp_tok_s
-                ),
+                1 => format!(", {:.0} with a guess of its draft head", row.mtp_tok_s),
+                n => format!(", {:.0} with {n} guesses of its draft head", row.mtp_tok_s),
             }
         ),
         None => "best     none of them fits and is faster than reading".to_owned(),
