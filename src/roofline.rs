@@ -7,9 +7,10 @@
 use std::time::Instant;
 
 use anyhow::Result;
-use ggml_metal::{Backend, Context, DType, DeviceKind, Graph, Role};
+use ggml_metal::{Backend, Context, DType, DeviceKind, Graph};
 
 use crate::model::shapes::Synthetic;
+use crate::model::{Config, ModelFiles};
 
 /// Passes that are measured: of one token up to this many.
 pub const WIDTHS: usize = 5;
@@ -44,14 +45,8 @@ impl Rates {
     /// When it has not some hundred MiB of memory, or fails.
     pub fn measure(backend: &Backend) -> Result<Self> {
         let is_gpu = backend.device().kind() == DeviceKind::Gpu;
-        // Well beyond the caches.
-        let bytes = if is_gpu { 512 << 20 } else { 256 << 20 };
-        let n = bytes / size_of::<f32>();
-        let a_copy = |ctx: &Context| {
-            let a = ctx.new_tensor("a", DType::F32, &[4096, (n / 4096) as i64]);
-            (a.clone(), ctx.scale(&a, 1.0))
-        };
-        let copy = 2.0 * bytes as f64 / fastest(backend, a_copy)?;
+        let bytes = sample_bytes(backend);
+        let copy = copy_bandwidth(backend)?;
         let mut weights = Vec::with_capacity(TYPES.len());
         for dtype in TYPES {
             const N_IN: usize = 4096;
@@ -95,6 +90,28 @@ impl Rates {
     }
 }
 
+/// Bytes well beyond the caches.
+fn sample_bytes(backend: &Backend) -> usize {
+    match backend.device().kind() {
+        DeviceKind::Gpu => 512 << 20,
+        _ => 256 << 20,
+    }
+}
+
+/// Bytes that a copy on the device reads and writes in a second.
+///
+/// # Errors
+/// When it has not some hundred MiB of memory, or fails.
+pub fn copy_bandwidth(backend: &Backend) -> Result<f64> {
+    let bytes = sample_bytes(backend);
+    let n = bytes / size_of::<f32>();
+    let a_copy = |ctx: &Context| {
+        let a = ctx.new_tensor("a", DType::F32, &[4096, (n / 4096) as i64]);
+        (a.clone(), ctx.scale(&a, 1.0))
+    };
+    Ok(2.0 * bytes as f64 / fastest(backend, a_copy)?)
+}
+
 /// The shortest time of one operation, in seconds. `describe` returns what has to be there before, and the result.
 fn fastest(
     backend: &Backend,
@@ -135,8 +152,20 @@ impl Reads {
     ///
     /// # Errors
     /// When the types of its tensors cannot be chosen.
-    pub fn of(model: &Synthetic) -> Result<Self> {
-        let config = model.shape.config();
+    pub fn of_shape(model: &Synthetic) -> Result<Self> {
+        let list = model.tensors()?;
+        let tensors = list.iter().map(|t| (t.name.as_str(), t.dtype, t.bytes()));
+        Ok(Self::of(&model.shape.config(), tensors))
+    }
+
+    /// Of a model's files.
+    pub fn of_files(files: &ModelFiles) -> Self {
+        let list = files.all().flat_map(|file| file.tensors());
+        let tensors = list.map(|t| (t.name.as_str(), t.dtype, t.bytes as u64));
+        Self::of(&files.config, tensors)
+    }
+
+    fn of<'a>(config: &Config, tensors: impl Iterator<Item = (&'a str, DType, u64)>) -> Self {
         let block = format!("blk.{}.", config.n_layer());
         let mut reads = Self {
             n_experts: config
@@ -145,27 +174,30 @@ impl Reads {
             n_layer: config.n_layer(),
             ..Self::default()
         };
-        for tensor in model.tensors()? {
-            let entry = (tensor.dtype, tensor.bytes());
-            reads.bytes += entry.1;
-            let embedding = tensor.role == Role::Embedding;
-            // Of an embedding a pass reads a few rows, unless it is the output matrix too.
-            if embedding && !model.shape.tied {
-                continue;
-            }
-            let of_head = tensor.name.starts_with(&block);
-            let list = match (of_head, tensor.role == Role::Experts) {
-                (false, false) => &mut reads.always,
-                (false, true) => &mut reads.experts,
-                (true, false) => &mut reads.draft,
-                (true, true) => &mut reads.draft_experts,
-            };
-            list.push(entry);
-            if embedding || tensor.name == "output.weight" {
-                reads.draft.push(entry);
+        // Of an embedding a pass reads a few rows, unless it is the output matrix too.
+        let (mut embedding, mut output) = (None, None);
+        for (name, dtype, bytes) in tensors {
+            let entry = (dtype, bytes);
+            reads.bytes += bytes;
+            match name {
+                "token_embd.weight" => embedding = Some(entry),
+                "output.weight" => output = Some(entry),
+                _ => {
+                    let of_head = name.starts_with(&block);
+                    let list = match (of_head, name.ends_with("_exps.weight")) {
+                        (false, false) => &mut reads.always,
+                        (false, true) => &mut reads.experts,
+                        (true, false) => &mut reads.draft,
+                        (true, true) => &mut reads.draft_experts,
+                    };
+                    list.push(entry);
+                }
             }
         }
-        Ok(reads)
+        let output = output.or(embedding);
+        reads.always.extend(output);
+        reads.draft.extend(output);
+        reads
     }
 
     /// Bytes of all weights.
@@ -234,7 +266,7 @@ mod tests {
     use super::*;
 
     fn reads(name: &str) -> Reads {
-        Reads::of(&Synthetic::parse(Path::new(name)).unwrap().unwrap()).unwrap()
+        Reads::of_shape(&Synthetic::parse(Path::new(name)).unwrap().unwrap()).unwrap()
     }
 
     /// Rows of docs/PERFORMANCE.md: an H200, whose copies reach 4.3 TB/s.
@@ -261,6 +293,7 @@ mod tests {
             let files = crate::model::ModelFiles::outline(Path::new(name), None).unwrap();
             let reads = reads(name);
             assert_eq!(reads.bytes(), files.tensor_bytes() as u64, "{name}");
+            assert_eq!(reads.active_bytes(), Reads::of_files(&files).active_bytes());
             assert!(reads.active_bytes() < reads.bytes());
         }
     }

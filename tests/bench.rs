@@ -73,6 +73,16 @@ fn every_combination_is_a_row_with_consistent_numbers() {
         assert!((number("avg_ts") - (ts[0] + ts[1]) / 2.0).abs() < 1e-6);
         assert_eq!(row["device"], "CPU");
         assert_eq!(row["spec"], Value::Null);
+        // Only decoding has a bound by what it reads.
+        let bound = row["test"] == "tg4";
+        assert_eq!(
+            row["bytes_per_token"]
+                .as_u64()
+                .is_some_and(|n| n > 10_000_000),
+            bound
+        );
+        assert_eq!(row["roofline"].as_f64().is_some_and(|r| r > 0.0), bound);
+        assert_eq!(row["splits"], 1);
     }
     let both = |key: &str| {
         let values: std::collections::BTreeSet<String> =

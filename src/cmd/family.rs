@@ -195,7 +195,7 @@ fn rows_of(
     for file_type in TYPES {
         let name = format!("synthetic:{shape}:{file_type}");
         let model = Synthetic::parse(Path::new(&name))?.context("a name of a shape")?;
-        let reads = Reads::of(&model)?;
+        let reads = Reads::of_shape(&model)?;
         let bytes = reads.bytes();
         let memory = sessions
             .iter()

@@ -15,6 +15,7 @@ use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::Engine;
 use qrun::model::forward::DraftVocab;
 use qrun::model::shapes::Synthetic;
+use qrun::roofline::{Reads, copy_bandwidth};
 use qrun::session::{CancelToken, EvalError, Session, SessionParams};
 use qrun::speculate::{Depth, SpecParams, Speculator};
 use qrun::tokenizer::Tokenizer;
@@ -75,12 +76,17 @@ pub fn run(args: &BenchArgs) -> Result<Outcome> {
         if let Some(minutes) = args.sustained {
             return bench.sustained(minutes);
         }
+        // The bound of every decoding test. A device that cannot be measured has none.
+        let bandwidth = match args.n_gen.iter().any(|&n| n > 0) {
+            true => copy_bandwidth(&bench.engine.backends()[0]).ok(),
+            false => None,
+        };
         let peer_before = peer.as_ref().map(|p| p.run(&cancel)).transpose()?;
         for &n_batch in &args.batch_size {
             for k in &args.cache_type_k {
                 for v in &args.cache_type_v {
                     let params = model::session_params(&model_args(&args, threads, n_batch, k, v))?;
-                    match bench.tests(params, &mut rows) {
+                    match bench.tests(params, bandwidth, &mut rows) {
                         Ok(()) => {}
                         Err(error) if is_cancelled(&error) => return Ok(Outcome::Interrupted),
                         Err(error) => return Err(error),
@@ -216,7 +222,12 @@ impl Bench<'_> {
     }
 
     /// Runs all tests at all depths and adds their rows.
-    fn tests(&self, params: SessionParams, rows: &mut Vec<Row>) -> Result<()> {
+    fn tests(
+        &self,
+        params: SessionParams,
+        bandwidth: Option<f64>,
+        rows: &mut Vec<Row>,
+    ) -> Result<()> {
         let list = self.list()?;
         let deepest = self.args.n_depth.iter().max().copied().unwrap_or(0);
         let reach = list.iter().map(Work::reach).max().unwrap_or(0);
@@ -272,8 +283,10 @@ impl Bench<'_> {
             }
             bar.finish_and_clear();
             for test in &tests {
-                let mut row = self.row(test, params, depth, &begun);
-                row.splits = places[test.place].session().n_splits();
+                let session = places[test.place].session();
+                let a_token = session.token_bytes();
+                let mut row = self.row(test, params, depth, &begun, a_token, bandwidth);
+                row.splits = session.n_splits();
                 rows.push(row);
             }
         }
@@ -338,7 +351,15 @@ impl Bench<'_> {
         }
     }
 
-    fn row(&self, test: &Test, params: SessionParams, n_depth: usize, begun: &str) -> Row {
+    fn row(
+        &self,
+        test: &Test,
+        params: SessionParams,
+        n_depth: usize,
+        begun: &str,
+        a_token: usize,
+        bandwidth: Option<f64>,
+    ) -> Row {
         let files = self.engine.files();
         let backend = &self.engine.backends()[0];
         let weights = self.engine.weight_bytes();
@@ -396,6 +417,15 @@ impl Bench<'_> {
             peer_ratio: None,
         };
         row.set_samples(&test.seconds);
+        if let Work::Decode(n) = test.work {
+            // The states are read and written, and half of the test's own tokens lie in the context on average.
+            let states = 2 * self.engine.config().state_bytes();
+            let cells = (n_depth + n / 2) * a_token;
+            let bytes = Reads::of_files(files).active_bytes() + (states + cells) as u64;
+            row.bytes_per_token = Some(bytes);
+            row.bandwidth = bandwidth;
+            row.roofline = bandwidth.map(|b| bytes as f64 * row.avg_ts / b);
+        }
         let all =
             |f: fn(&(u64, u64, u64, u64)) -> u64| test.stats.iter().map(f).sum::<u64>() as f64;
         if test.speculator.is_some() {
