@@ -534,6 +534,10 @@ pub struct FitArgs {
     #[arg(long, value_name = "GB/s", value_parser = parse_bandwidth)]
     pub bandwidth: Option<f64>,
 
+    /// Decode with a synthetic model too, such as 2b or 9b:q6_k, and correct all speeds by what it reaches
+    #[arg(long, value_name = "SHAPE[:TYPE]", conflicts_with_all = ["memory", "bandwidth"])]
+    pub measure: Option<String>,
+
     /// Contexts to look at (several times, or separated by commas) [default: 8192,32768,131072,262144]
     #[arg(short, long, value_name = "N", value_delimiter = ',', value_parser = parse_context)]
     pub ctx_size: Vec<usize>,

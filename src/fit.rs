@@ -19,6 +19,8 @@ use crate::session::{PlannedBytes, Session, SessionParams};
 const PROGRAM: u64 = 10 << 20;
 /// What a token of the vocabulary takes in the tokenizer and the metadata. Measured on the vocabulary of 248,320.
 const PER_TOKEN_OF_VOCABULARY: u64 = 300;
+/// What a GPU's driver and kernels take by themselves: libraries, workspaces, weights converted for wide products.
+const GPU_RESERVE: u64 = 384 << 20;
 /// Contexts are lowered to a multiple of this.
 const CONTEXT_STEP: usize = 256;
 /// A shorter context than this is not worth a run.
@@ -206,11 +208,11 @@ impl Offer {
         }
     }
 
-    /// What a run on the device can have, and the device's name. A 32nd of all is left to others, and for what is
-    /// not foreseen.
+    /// What a run on the device can have. A 32nd of all is left to others, and for what is not foreseen; on a GPU at
+    /// least 384 MiB.
     pub fn budget(&self) -> u64 {
         match self.gpu {
-            Some((free, total)) => free.saturating_sub((total / 32).max(128 << 20)),
+            Some((free, total)) => free.saturating_sub((total / 32).max(GPU_RESERVE)),
             None => self.budget_of_machine(),
         }
     }
@@ -451,12 +453,12 @@ mod tests {
     #[test]
     fn a_gpu_has_a_budget_of_its_own_beside_the_machines() {
         let mut offer = machine(16 * 1024, 8 * 1024);
-        offer.gpu = Some((1500 * MIB, 2048 * MIB));
+        offer.gpu = Some((1800 * MIB, 2048 * MIB));
         offer.unified = false;
         assert!(shortage(&model(1024).unwrap(), &offer).is_none());
         let short = shortage(&model(8192).unwrap(), &offer).unwrap();
         // 1,000 of weights, 512 of keys and values and 60 of results; the program is on the host.
-        assert_eq!((short.takes, short.has), (1572 * MIB, 1372 * MIB));
+        assert_eq!((short.takes, short.has), (1572 * MIB, 1416 * MIB));
         assert_eq!(short.of, "CPU");
         // A host without memory is short too.
         offer.reading.machine_available = 500 * MIB;

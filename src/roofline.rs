@@ -79,6 +79,15 @@ impl Rates {
         }
     }
 
+    /// The same, slower or faster by a factor in all.
+    pub fn scaled(mut self, factor: f64) -> Self {
+        for (_, rates) in &mut self.weights {
+            *rates = rates.map(|rate| rate * factor);
+        }
+        self.layer /= factor;
+        self
+    }
+
     /// Bytes of weights of a type that a pass of `width` tokens gets through in a second.
     fn of(&self, dtype: DType, width: usize) -> f64 {
         let bits = |t: DType| t.block_bytes() as f64 / t.block_size() as f64;

@@ -2,20 +2,21 @@
 
 use std::path::Path;
 use std::sync::Arc;
+use std::time::Instant;
 
-use anyhow::{Context as _, Result};
+use anyhow::{Context as _, Result, bail};
 use ggml_metal::{Backend, DType, DeviceKind, find_device};
 use qrun::engine::{Engine, EngineParams};
 use qrun::fit::{Demand, Estimate, Offer, estimate, shortage, zone_with};
 use qrun::memory::{Machine, Reading, Zone};
-use qrun::model::shapes::{SHAPES, Synthetic};
+use qrun::model::shapes::{SCHEME, SHAPES, Synthetic};
 use qrun::roofline::{Rates, Reads};
-use qrun::session::SessionParams;
+use qrun::session::{CancelToken, Outputs, Session, SessionParams};
 use qrun::state::KvTypes;
 use serde::Serialize;
 use serde_json::json;
 
-use super::Outcome;
+use super::{Outcome, UsageError};
 use crate::cli::FitArgs;
 use crate::report;
 
@@ -74,6 +75,7 @@ impl Row {
 /// # Errors
 /// When the device cannot be used, or stdout cannot be written.
 pub fn run(args: &FitArgs) -> Result<Outcome> {
+    let model = args.measure.as_deref().map(synthetic).transpose()?;
     let device = find_device(args.device.as_deref())?;
     let backend = Backend::new(device, None)?;
     let reading = Machine::new().and_then(|mut machine| machine.read());
@@ -96,6 +98,14 @@ pub fn run(args: &FitArgs) -> Result<Outcome> {
         Some(gb) => Rates::of_bandwidth(gb * 1e9),
         None => Rates::measure(&backend)
             .context("measuring the device; `--bandwidth` takes the place of it")?,
+    };
+    let trial = match &model {
+        Some(model) => Some(measure(model, args.device.as_deref(), &offer, &rates)?),
+        None => None,
+    };
+    let rates = match &trial {
+        Some(trial) => rates.scaled(trial.tok_s / trial.expected_tok_s),
+        None => rates,
     };
     let mut contexts = args.ctx_size.clone();
     contexts.sort_unstable();
@@ -134,6 +144,7 @@ pub fn run(args: &FitArgs) -> Result<Outcome> {
                 "copy_gb_s": rates.copy / 1e9,
                 "weights_gb_s": weights,
                 "layer_us": rates.layer * 1e6,
+                "trial": trial,
             },
             "contexts": contexts,
             "models": rows,
@@ -141,9 +152,82 @@ pub fn run(args: &FitArgs) -> Result<Outcome> {
         });
         report::out(&format!("{}\n", serde_json::to_string_pretty(&object)?))?;
     } else {
-        report::out(&table(&rows, &contexts, best, &offer, &rates, args))?;
+        report::out(&table(
+            &rows,
+            &contexts,
+            best,
+            &offer,
+            &rates,
+            args,
+            trial.as_ref(),
+        ))?;
     }
     Ok(Outcome::Done)
+}
+
+/// What a synthetic model reached.
+#[derive(Serialize)]
+struct Trial {
+    model: &'static str,
+    #[serde(rename = "type")]
+    file_type: String,
+    tok_s: f64,
+    expected_tok_s: f64,
+}
+
+fn synthetic(name: &str) -> Result<Synthetic> {
+    let name = format!("{SCHEME}{}", name.trim_start_matches(SCHEME));
+    match Synthetic::parse(Path::new(&name)) {
+        Ok(Some(model)) => Ok(model),
+        Ok(None) => bail!("{name}: no shape"),
+        Err(error) => Err(UsageError(report::error_line(&error)).into()),
+    }
+}
+
+/// Decodes with a model of random weights, for some seconds.
+fn measure(model: &Synthetic, device: Option<&str>, offer: &Offer, rates: &Rates) -> Result<Trial> {
+    const TOKENS: usize = 32;
+    let name = model.name();
+    let params = EngineParams {
+        device: device.map(str::to_owned),
+        ..EngineParams::default()
+    };
+    let session = SessionParams {
+        n_ctx: 256,
+        ..SessionParams::default()
+    };
+    let planned = Arc::new(Engine::plan(Path::new(&name), &params)?);
+    let demand = Demand {
+        session,
+        n_rows: 1,
+        n_sessions: 1,
+    };
+    let sum = estimate(&planned, &demand, session.n_ctx)?;
+    if let Some(short) = shortage(&sum, offer) {
+        bail!(
+            "{name} takes {} and {} of {} can be had; measure a smaller one",
+            report::bytes(short.takes as usize),
+            report::bytes(short.has as usize),
+            short.of
+        );
+    }
+    let engine = planned.load_planned(&mut |_, _| {})?;
+    let mut session = Session::new(engine, session)?;
+    let never = CancelToken::default();
+    session.eval(&[1; 16], Outputs::Last, &never)?;
+    let mut times = Vec::with_capacity(TOKENS);
+    for _ in 0..TOKENS {
+        let start = Instant::now();
+        session.eval(&[1], Outputs::Last, &never)?;
+        times.push(start.elapsed().as_secs_f64());
+    }
+    times.sort_by(f64::total_cmp);
+    Ok(Trial {
+        model: model.shape.name,
+        file_type: model.file_type.name(),
+        tok_s: 1.0 / times[TOKENS / 2],
+        expected_tok_s: Reads::of(model)?.plain(rates),
+    })
 }
 
 /// A machine of unified memory that is not here: a quarter is taken by others, 16 GiB at most.
@@ -296,6 +380,7 @@ fn table(
     offer: &Offer,
     rates: &Rates,
     args: &FitArgs,
+    trial: Option<&Trial>,
 ) -> String {
     let of = |dtype: DType| {
         let found = rates.weights.iter().find(|(t, _)| *t == dtype);
@@ -321,6 +406,16 @@ fn table(
             of(DType::BF16)
         )
     });
+    if let Some(trial) = trial {
+        lines.push(format!(
+            "         {} in {} reaches {:.1} tokens a second where {:.1} were expected: all speeds are corrected by {:.2}",
+            trial.model,
+            trial.file_type,
+            trial.tok_s,
+            trial.expected_tok_s,
+            trial.tok_s / trial.expected_tok_s
+        ));
+    }
     lines.push(
         "memory   GiB with f16/q8_0 keys and values; zone with f16: g green, y yellow, r red, - does not fit"
             .to_owned(),
