@@ -740,7 +740,11 @@ impl Session {
         }
     }
 
-    fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {
+    /// Makes room for `n_new` more tokens at once, where they will come in several calls.
+    ///
+    /// # Errors
+    /// When they do not fit into the context, or memory runs out.
+    pub fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {
         let (n_past, n_ctx) = (self.n_past(), self.params.n_ctx);
         let needed = n_past + n_new;
         if needed > n_ctx {

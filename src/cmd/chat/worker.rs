@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use qrun::chat;
 use qrun::engine::Engine;
-use qrun::generate::{FinishReason, GenerateError, Generator, Piece, Request};
+use qrun::generate::{FinishReason, GenerateError, Generator, Piece, Request, Seen};
 use qrun::reuse::{Begun, StateCache};
 use qrun::sampler::Sampler;
 use qrun::session::{CancelToken, Session, SessionBytes};
@@ -18,8 +18,10 @@ use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
 use serde_json::Value;
 
-use crate::cli::{ModelArgs, SamplingArgs, Spec, SpecArgs};
+use crate::cli::{ChatArgs, ModelArgs, SamplingArgs, Spec, SpecArgs};
 use crate::cmd::{model, run};
+use crate::live::line::Reading;
+use crate::live::publish;
 
 /// What the worker is asked to do.
 pub enum Order {
@@ -78,7 +80,7 @@ pub struct Facts {
     /// Context limit.
     pub n_ctx: usize,
     /// Why the draft head is on or off.
-    pub mtp: String,
+    pub draft_head: String,
     /// Bytes of weights: mapped, and copied.
     pub weights: (usize, usize),
 }
@@ -130,13 +132,9 @@ struct Loaded {
 }
 
 /// Works until nobody gives orders any more.
-pub fn work(
-    orders: &Receiver<Order>,
-    news: &Sender<News>,
-    mut model_args: ModelArgs,
-    mut spec: SpecArgs,
-    cache_ram: usize,
-) {
+pub fn work(orders: &Receiver<Order>, news: &Sender<News>, args: &ChatArgs) {
+    let (mut model_args, mut spec) = (args.model.clone(), args.spec.clone());
+    let cache_ram = args.cache_ram.saturating_mul(1 << 20);
     let mut loaded = load(&model_args, &spec, cache_ram, news);
     while let Ok(order) = orders.recv() {
         match order {
@@ -179,6 +177,7 @@ fn load(
     });
     match result {
         Ok(loaded) => {
+            publish::loaded(&loaded.engine, &loaded.session, loaded.draft_head());
             let _ = news.send(News::Loaded(Box::new(loaded.facts())));
             Some(loaded)
         }
@@ -233,6 +232,10 @@ impl Loaded {
         Ok(())
     }
 
+    fn draft_head(&self) -> &str {
+        model::draft_head(&self.engine, self.speculator.is_some())
+    }
+
     fn facts(&self) -> Facts {
         let (engine, config) = (&self.engine, self.engine.config());
         let weights = engine.weight_bytes();
@@ -247,7 +250,7 @@ impl Loaded {
             name: name.into_owned(),
             detail: device.name().to_owned(),
             n_ctx: self.session.params().n_ctx.min(config.n_ctx_train.max(1)),
-            mtp: engine.mtp_status().reason.clone(),
+            draft_head: self.draft_head().to_owned(),
             weights: (weights.mapped, weights.copied + weights.repacked),
         }
     }
@@ -296,7 +299,10 @@ impl Loaded {
                 &question.cancel,
                 &mut |done, all| {
                     told = done;
-                    tell(News::Prompt(done, all, start.elapsed()));
+                    let time = start.elapsed();
+                    tell(News::Prompt(done, all, time));
+                    let reused = (n - 1).saturating_sub(all);
+                    publish::reading(done, Reading::new(done, reused, time), all);
                 },
             )
             .map_err(GenerateError::from)?;
@@ -319,16 +325,26 @@ impl Loaded {
             ..Request::default()
         };
         let first = Instant::now();
-        let (n_past, snapshots) = (self.session.n_past(), self.states.bytes());
+        let read = Reading::new(n - begun.reused, begun.reused, start.elapsed());
+        let snapshots = self.states.bytes();
         let (bytes, a_token) = (self.session.bytes(), self.session.token_bytes());
-        let mut watch = |speculator: Option<&Speculator>, n_tokens: usize| {
+        let mut watch = |seen: Seen<'_>| {
+            let Seen::Pass {
+                speculator,
+                session,
+                n_tokens,
+            } = seen
+            else {
+                return;
+            };
+            publish::seen(&seen, snapshots);
             tell(News::Pass(Box::new(Figures {
                 n_tokens,
                 decode_time: first.elapsed(),
                 depth: speculator.map(Speculator::depth),
                 stats: speculator.map(Speculator::stats),
-                n_past: n_past + n_tokens,
-                kv_bytes: (n_past + n_tokens) * a_token,
+                n_past: session.n_past(),
+                kv_bytes: session.n_past() * a_token,
                 bytes,
                 snapshots,
             })));
@@ -348,6 +364,7 @@ impl Loaded {
             });
             Ok(())
         })?;
+        publish::answered(&answer, read, &self.session);
         self.states.save(&self.session)?;
         Ok(Ending {
             tps: answer.decode_tps(),
