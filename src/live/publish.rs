@@ -213,14 +213,18 @@ fn name(path: &Path) -> String {
     name.to_string_lossy().into_owned()
 }
 
-/// The command line, short and in one line.
+/// The command line, short and in one line, of whole paths only the last part.
 fn command() -> String {
     let mut args = std::env::args_os();
     let program = args.next().map(PathBuf::from).unwrap_or_default();
     let mut text = name(&program);
     for arg in args {
+        let path = Path::new(&arg);
+        let shown = path
+            .file_name()
+            .filter(|_| path.is_absolute() && path.exists());
         text.push(' ');
-        text.push_str(&arg.to_string_lossy());
+        text.push_str(&shown.unwrap_or(&arg).to_string_lossy());
     }
     let plain = |c: char| if c.is_control() { ' ' } else { c };
     text.chars().take(MAX_COMMAND).map(plain).collect()
