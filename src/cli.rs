@@ -691,6 +691,16 @@ pub struct ChatArgs {
     #[arg(long, value_name = "MIB", default_value_t = CACHE_RAM)]
     pub cache_ram: usize,
 
+    /// MiB for saved states on disk, from which `--resume` goes on at once; they hold the conversation. 0 keeps none:
+    /// the states of a large model are hundreds of megabytes, written after every answer
+    #[arg(
+        long,
+        value_name = "MIB",
+        default_value_t = 0,
+        conflicts_with = "no_save"
+    )]
+    pub cache_disk: usize,
+
     /// How to choose tokens.
     #[command(flatten)]
     pub sampling: SamplingArgs,

@@ -48,6 +48,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
             no_save: false,
             no_mouse: false,
             cache_ram: crate::cli::CACHE_RAM,
+            cache_disk: 0,
         });
     }
     let mut session_params = model::session_params(&args.model)?;

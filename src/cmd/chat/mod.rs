@@ -63,6 +63,8 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
                 match action {
                     Action::Quit => {
                         chat.cancel.cancel();
+                        drop(screen);
+                        chat.leave();
                         return Ok(Outcome::Done);
                     }
                     Action::Suspend => screen.suspend()?,
@@ -128,8 +130,37 @@ struct Started {
     folder: Option<PathBuf>,
     /// The one to go on with, or an empty one.
     conversation: Conversation,
+    worker: Worker,
+}
+
+/// The model's thread.
+struct Worker {
     orders: Sender<Order>,
     news: Receiver<News>,
+}
+
+/// How long leaving waits for a state that is being written.
+const LEAVE: Duration = Duration::from_secs(10);
+
+impl Worker {
+    fn order(&self, order: Order) -> Result<()> {
+        let sent = self.orders.send(order);
+        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended; start qrun again"))
+    }
+
+    /// Lets the thread finish what it has to do; what goes wrong is said.
+    fn finish(self) {
+        drop(self.orders);
+        let end = Instant::now() + LEAVE;
+        while let Ok(news) = self
+            .news
+            .recv_timeout(end.saturating_duration_since(Instant::now()))
+        {
+            if let News::Notice(text) = news {
+                crate::report::note(&text);
+            }
+        }
+    }
 }
 
 impl Started {
@@ -163,8 +194,7 @@ impl Started {
         Ok(Self {
             folder,
             conversation,
-            orders,
-            news,
+            worker: Worker { orders, news },
         })
     }
 }
@@ -176,8 +206,7 @@ struct Chat {
     conversation: Conversation,
     /// Where conversations are kept; none with `--no-save`.
     folder: Option<PathBuf>,
-    orders: Sender<Order>,
-    news: Receiver<News>,
+    worker: Worker,
     cancel: CancelToken,
     end_thinking: CancelToken,
     think: Option<bool>,
@@ -211,8 +240,7 @@ impl Chat {
         let Started {
             folder,
             conversation,
-            orders,
-            news,
+            worker,
         } = Started::new(&args)?;
         let now = Instant::now();
         let mut chat = Self {
@@ -225,8 +253,7 @@ impl Chat {
             view: View::default(),
             conversation,
             folder,
-            orders,
-            news,
+            worker,
             cancel: CancelToken::default(),
             end_thinking: CancelToken::default(),
             attached: Vec::new(),
@@ -385,7 +412,7 @@ impl Chat {
                 let spec = crate::cli::parse_spec(&text)
                     .map_err(|e| anyhow::anyhow!("/spec {text}: {e}"))?;
                 self.args.spec.spec = spec;
-                self.order(Order::Spec(spec))?;
+                self.worker.order(Order::Spec(spec))?;
             }
             Action::Save(name) => {
                 let folder = self
@@ -467,9 +494,11 @@ impl Chat {
         Ok(())
     }
 
-    fn order(&self, order: Order) -> Result<()> {
-        let sent = self.orders.send(order);
-        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended; start qrun again"))
+    /// Waits for what is written to the disk; an answer or a load that goes on is not waited for.
+    fn leave(self) {
+        if self.args.cache_disk > 0 && !self.view.is_busy() && self.ready {
+            self.worker.finish();
+        }
     }
 
     fn reload(&mut self) -> Result<()> {
@@ -478,7 +507,7 @@ impl Chat {
         self.view.phase = Phase::Loading;
         self.view.model.loading = Some(0.0);
         self.view.model.name = self.file_name();
-        self.order(Order::Load(self.args.model.clone()))
+        self.worker.order(Order::Load(self.args.model.clone()))
     }
 
     fn set_sampler(&mut self, sampler: tui::Sampler, value: f64) {
@@ -550,7 +579,7 @@ impl Chat {
         self.view.phase = Phase::Prompt;
         self.kept = (Instant::now(), 0);
         self.slot = (Instant::now(), 0, Duration::ZERO);
-        self.order(Order::Answer(Box::new(question)))
+        self.worker.order(Order::Answer(Box::new(question)))
     }
 
     fn export(&mut self, format: ExportFormat, path: Option<PathBuf>) -> Result<()> {
@@ -598,7 +627,7 @@ impl Chat {
     fn hear(&mut self) -> bool {
         let mut changed = false;
         loop {
-            match self.news.try_recv() {
+            match self.worker.news.try_recv() {
                 Ok(news) => {
                     changed = true;
                     if let Err(error) = self.take_in(news) {
@@ -738,6 +767,7 @@ impl Chat {
                 self.conversation.messages.push(stored);
                 self.conversation.write()?;
             }
+            News::Notice(text) => self.say(Level::Warning, &text),
             News::Failed(error) => {
                 self.view.phase = Phase::Idle;
                 match self.answer().filter(|m| m.streaming) {

@@ -22,13 +22,12 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
     let Started {
         folder,
         conversation: mut chat,
-        orders,
-        news,
+        worker,
     } = Started::new(&args)?;
     let cancel = CancelToken::default();
     crate::cmd::run::install_interrupt(&cancel)?;
     loop {
-        match news.recv().context("the model's thread has ended")? {
+        match worker.news.recv().context("the model's thread has ended")? {
             News::Loaded(_) => break,
             News::NotLoaded(error) => bail!("{error}"),
             _ => {}
@@ -65,10 +64,10 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
             cancel: cancel.clone(),
             end_thinking: CancelToken::default(),
         };
-        let sent = orders.send(Order::Answer(Box::new(question)));
-        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended"))?;
+        worker.order(Order::Answer(Box::new(question)))?;
         loop {
-            match news.recv().context("the model's thread has ended")? {
+            match worker.news.recv().context("the model's thread has ended")? {
+                News::Notice(text) => report::note(&text),
                 News::Text(text) => report::out(&text)?,
                 News::Done(ending) => {
                     report::out("\n")?;
@@ -86,9 +85,11 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
             }
         }
         if cancel.is_cancelled() {
+            worker.finish();
             return Ok(Outcome::Interrupted);
         }
     }
+    worker.finish();
     Ok(Outcome::Done)
 }
 
