@@ -46,6 +46,7 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
     .context("catching a kill")?;
     let mut screen = Screen::enter(!chat.args.no_mouse).context("taking the terminal")?;
     let mut ui = Ui::new(theme(), chat.questions());
+    let mut clipboard = terminal::Clipboard::default();
     let mut pacer = Pacer::default();
     pacer.changed();
     let mut warm = false;
@@ -69,7 +70,7 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
                     }
                     Action::Suspend => screen.suspend()?,
                     Action::Redraw => screen.clear()?,
-                    Action::Copy(text) => terminal::copy(&text)?,
+                    Action::Copy(text) => clipboard.copy(&text)?,
                     Action::ExternalEditor(text) => match screen.outside(|| edit(&text))? {
                         Ok(text) => ui.set_input(&text),
                         Err(error) => chat.say(Level::Error, &crate::report::error_line(&error)),
