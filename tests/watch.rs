@@ -106,7 +106,7 @@ fn a_run_is_followed_to_its_end() {
     assert!(counts.is_sorted(), "{counts:?}");
     assert_eq!(counts.last(), Some(&700));
     let pass = of("pass").next_back().unwrap();
-    assert!(pass["tps"].as_f64().unwrap() > 0.0);
+    assert!(of("pass").any(|l| l["tps"].as_f64().is_some_and(|tps| tps > 0.0)));
     let spec = &pass["speculation"];
     assert_eq!(spec["drafted"], answer["speculation"]["drafted"]);
     assert_eq!(spec["accepted_at"], answer["speculation"]["accepted_at"]);

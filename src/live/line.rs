@@ -76,7 +76,7 @@ pub struct Pass {
     pub tokens: u64,
     /// Tokens of all answers.
     pub total_tokens: u64,
-    /// Tokens a second since the line before; none in the first line of an answer.
+    /// Tokens a second since the line before; none in the first line of an answer, and where none came since.
     pub tps: Option<f64>,
     /// What speculation did in this answer; none where there is none.
     pub speculation: Option<Speculation>,
@@ -337,7 +337,8 @@ impl Speculation {
             reason: match (self.depth, self.rounds) {
                 (0, 0) => "plain decoding is faster so far".to_owned(),
                 (0, _) => "plain decoding is faster now".to_owned(),
-                _ => "fastest by what was measured".to_owned(),
+                // The lines do not tell whether the number was set or chosen.
+                _ => String::new(),
             },
             acceptance: (self.drafted > 0).then(|| self.accepted as f32 / self.drafted as f32),
             by_position: self.by_position(),

@@ -103,7 +103,11 @@ pub fn loaded(engine: &Engine, session: &Session, draft_head: &str) {
     hello.device = engine.backends()[0].device().name().to_owned();
     hello.context = session.params().n_ctx as u64;
     hello.draft_head = draft_head.to_owned();
-    put(&mut lock(&run.slot), Line::Hello(hello.clone()));
+    // Who comes later is told it anyway.
+    if run.watched.load(Ordering::Relaxed) {
+        put(&mut lock(&run.slot), Line::Hello(hello.clone()));
+    }
+    drop(hello);
     run.hold(session, 0);
 }
 
@@ -154,7 +158,7 @@ pub fn answered(answer: &generate::Answer, read: Reading, session: &Session) {
     let tokens = answer.tokens.len() as u64;
     if run.watched.load(Ordering::Relaxed) {
         let depth = answer.speculation.as_ref().map(|s| {
-            let last = s.drafted.checked_div(s.rounds).unwrap_or(0);
+            let last = s.drafted.div_ceil(s.rounds.max(1));
             Speculation::new(s, last as usize)
         });
         run.pass(answer.tokens.len(), depth, session);
@@ -338,6 +342,8 @@ impl Run {
             if audience.ended || audience.streams.len() >= MAX_WATCHERS {
                 continue;
             }
+            // Before the greeting is read: one that changes from now on is told through the slot.
+            self.watched.store(true, Ordering::Relaxed);
             let hello = Line::Hello(lock(&self.hello).clone());
             let lines: String = std::iter::once(&hello)
                 .chain(&audience.known)
@@ -348,9 +354,10 @@ impl Run {
                 .and_then(|()| stream.write_all(lines.as_bytes()));
             if told.is_ok() {
                 audience.streams.push(stream);
-                self.watched.store(true, Ordering::Relaxed);
                 self.wanted.store(true, Ordering::Relaxed);
                 self.came.notify_all();
+            } else if audience.streams.is_empty() {
+                self.watched.store(false, Ordering::Relaxed);
             }
         }
     }
