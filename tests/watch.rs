@@ -142,7 +142,7 @@ fn a_run_is_followed_to_its_end() {
         ("pass", "type t tokens total_tokens tps speculation context"),
         (
             "memory",
-            "type t zone total used weights_mapped weights_copied kv state snapshots other room_tokens",
+            "type t zone total used weights_mapped weights_copied kv state snapshots other room_tokens thermal",
         ),
         (
             "answer",

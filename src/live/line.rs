@@ -161,8 +161,8 @@ pub struct Parts {
     pub snapshots: u64,
 }
 
-/// The machine's memory.
-#[derive(Clone, Copy, Debug, Default, PartialEq, Serialize, Deserialize)]
+/// The machine's memory, and its heat.
+#[derive(Clone, Debug, Default, PartialEq, Serialize, Deserialize)]
 pub struct Memory {
     /// When.
     pub t: f64,
@@ -179,6 +179,9 @@ pub struct Memory {
     pub other: u64,
     /// Tokens that still fit before the red zone, or into the context.
     pub room_tokens: Option<u64>,
+    /// How hot it is, in the system's word: `nominal`, `fair`, `serious` or `critical`; none where it has none.
+    #[serde(default)]
+    pub thermal: Option<String>,
 }
 
 /// What reading a prompt took.
@@ -377,8 +380,21 @@ impl From<Zone> for tui::Zone {
     }
 }
 
-impl From<Memory> for tui::Memory {
-    fn from(memory: Memory) -> Self {
+impl Memory {
+    /// Fills what the screens show of it.
+    pub fn show(&self, live: &mut tui::Live) {
+        live.memory = Some(self.into());
+        if let Some(thermal) = &self.thermal {
+            live.thermal
+                .get_or_insert_default()
+                .state
+                .clone_from(thermal);
+        }
+    }
+}
+
+impl From<&Memory> for tui::Memory {
+    fn from(memory: &Memory) -> Self {
         Self {
             zone: memory.zone.into(),
             total: memory.total,

@@ -1,4 +1,4 @@
-//! The machine's memory, and how near it is to swapping.
+//! The machine's memory, how near it is to swapping, and how hot it is.
 
 use ggml_metal::{DeviceKind, find_device};
 use qrun::memory;
@@ -36,7 +36,10 @@ impl Machine {
             }
             _ => (reading.total(), reading.used()),
         };
-        Some(told(total, used, zone.into(), parts, context, t))
+        Some(Memory {
+            thermal: reading.thermal.map(|heat| heat.name().to_owned()),
+            ..told(total, used, zone.into(), parts, context, t)
+        })
     }
 }
 
@@ -58,6 +61,7 @@ fn told(total: u64, used: u64, zone: Zone, parts: Parts, context: Context, t: f6
         parts,
         other: used.saturating_sub(own),
         room_tokens,
+        thermal: None,
     }
 }
 

@@ -829,10 +829,7 @@ impl Chat {
                     self.first_minute.push(tps);
                 } else {
                     let mean = self.first_minute.iter().sum::<f32>() / 120.0;
-                    live.thermal = Some(tui::Thermal {
-                        state: String::new(),
-                        change: Some(tps / mean - 1.0),
-                    });
+                    live.thermal.get_or_insert_default().change = Some(tps / mean - 1.0);
                 }
             }
             self.slot = (Instant::now(), figures.n_tokens, figures.decode_time);
@@ -880,7 +877,9 @@ impl Chat {
         let Some(memory) = self.machine.memory(self.parts, context, device, 0.0) else {
             return false;
         };
-        live.memory.replace(memory.into()) != live.memory
+        let before = (live.memory, live.thermal.clone());
+        memory.show(live);
+        before != (live.memory, live.thermal.clone())
     }
 
     fn show_stats(&mut self) {

@@ -86,7 +86,7 @@ impl Followed {
             Line::Memory(memory) => {
                 self.peak = self.peak.max(memory.used);
                 self.worst = self.worst.max(memory.zone);
-                live.memory = Some(memory.into());
+                memory.show(live);
                 self.memory = Some(memory);
             }
             Line::Answer(answer) => {
