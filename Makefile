@@ -1,7 +1,7 @@
 # Two commands for people: `make demo` and `make test`. Both install what the build needs and is missing.
 CARGO_ENV = if [ -f "$${CARGO_HOME:-$$HOME/.cargo}/env" ]; then . "$${CARGO_HOME:-$$HOME/.cargo}/env"; fi
 
-.PHONY: demo test setup
+.PHONY: demo test recording setup
 
 demo: setup
 	@$(CARGO_ENV); cargo build --release --locked
@@ -10,6 +10,10 @@ demo: setup
 
 test: setup
 	@$(CARGO_ENV); cargo test --workspace --locked
+
+# The pictures in docs/, drawn by the interface's own code.
+recording: setup
+	@$(CARGO_ENV); cargo run -q -p tui --example recording --locked -- docs
 
 setup:
 	@sh .ci/setup

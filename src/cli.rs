@@ -72,6 +72,8 @@ pub enum Command {
     Gguf(GgufCommand),
     /// Measures which columns of a model's matrices matter, for `quantize --imatrix`.
     Imatrix(ImatrixArgs),
+    /// Shows live what a running qrun does.
+    Watch(WatchArgs),
     /// Prints a completion script for a shell.
     Completions {
         /// The shell.
@@ -693,6 +695,16 @@ pub struct ChatArgs {
     #[arg(long, value_name = "MIB", default_value_t = CACHE_RAM)]
     pub cache_ram: usize,
 
+    /// MiB for saved states on disk, from which `--resume` goes on at once; they hold the conversation. 0 keeps none:
+    /// the states of a large model are hundreds of megabytes, written after every answer
+    #[arg(
+        long,
+        value_name = "MIB",
+        default_value_t = 0,
+        conflicts_with = "no_save"
+    )]
+    pub cache_disk: usize,
+
     /// How to choose tokens.
     #[command(flatten)]
     pub sampling: SamplingArgs,
@@ -700,6 +712,26 @@ pub struct ChatArgs {
     /// How to guess tokens ahead.
     #[command(flatten)]
     pub spec: SpecArgs,
+}
+
+/// Arguments of `watch`.
+#[derive(Args, Debug)]
+#[command(
+    after_help = "Runs are found in $XDG_RUNTIME_DIR/qrun, or in a folder for temporary files that is yours alone; \
+    without PID a list is shown where there are several. The lines of --json are described in docs/WATCH.md."
+)]
+pub struct WatchArgs {
+    /// The process to watch
+    #[arg(value_name = "PID", conflicts_with = "last")]
+    pub pid: Option<u32>,
+
+    /// Watch the one that was started last
+    #[arg(long)]
+    pub last: bool,
+
+    /// Print the figures as JSON, one object a line
+    #[arg(long)]
+    pub json: bool,
 }
 
 /// Arguments of `tune`.

@@ -31,6 +31,24 @@ pub struct Message {
     pub partial: bool,
 }
 
+/// Creates a file that only this user can read.
+fn create_private(path: &Path) -> std::io::Result<File> {
+    let mut options = OpenOptions::new();
+    options.write(true).create(true).truncate(true);
+    #[cfg(unix)]
+    std::os::unix::fs::OpenOptionsExt::mode(&mut options, 0o600);
+    options.open(path)
+}
+
+/// Creates a folder, and those above it, that only this user can enter; one that is there stays as it is.
+pub(crate) fn private_folder(path: &Path) -> std::io::Result<()> {
+    let mut builder = fs::DirBuilder::new();
+    builder.recursive(true);
+    #[cfg(unix)]
+    std::os::unix::fs::DirBuilderExt::mode(&mut builder, 0o700);
+    builder.create(path)
+}
+
 fn is_false(value: &bool) -> bool {
     !value
 }
@@ -202,7 +220,7 @@ impl Conversation {
     /// When the name cannot be one, or the file cannot be written.
     pub fn keep_as(&mut self, folder: &Path, name: &str) -> Result<()> {
         let path = path_of(folder, name)?;
-        fs::create_dir_all(folder).with_context(|| format!("creating {}", folder.display()))?;
+        private_folder(folder).with_context(|| format!("creating {}", folder.display()))?;
         let before = self.path.replace(path);
         let written = self.write();
         if written.is_err() {
@@ -228,7 +246,9 @@ impl Conversation {
             text.push_str(&format!("{}\n", json!(message)));
         }
         let partial = path.with_extension(format!("{}.partial", std::process::id()));
-        let written = fs::write(&partial, text).and_then(|()| fs::rename(&partial, path));
+        let written = create_private(&partial)
+            .and_then(|mut file| file.write_all(text.as_bytes()))
+            .and_then(|()| fs::rename(&partial, path));
         if written.is_err() {
             let _ = fs::remove_file(&partial);
         }

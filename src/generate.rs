@@ -133,12 +133,34 @@ pub struct Generator<'a> {
     pub constraint: Option<&'a mut Constraint>,
     /// Guesses tokens, so that several can be processed at once.
     pub speculator: Option<&'a mut Speculator>,
-    /// Told after every pass how many tokens there are, for live figures.
+    /// Told of every pass, for live figures.
     pub watch: Option<&'a mut Watch<'a>>,
 }
 
-/// Sees every pass: the speculator, if there is one, and how many tokens there are.
-pub type Watch<'a> = dyn FnMut(Option<&Speculator>, usize) + 'a;
+/// What who watches is told.
+pub enum Seen<'a> {
+    /// A chunk of the prompt was processed, or all of it.
+    Prompt {
+        /// Tokens processed.
+        done: usize,
+        /// Tokens of the request's prompt.
+        total: usize,
+        /// What that took.
+        time: Duration,
+    },
+    /// A pass gave tokens.
+    Pass {
+        /// What guessed, if anything did.
+        speculator: Option<&'a Speculator>,
+        /// The sequence.
+        session: &'a Session,
+        /// Tokens of the answer so far.
+        n_tokens: usize,
+    },
+}
+
+/// Who watches.
+pub type Watch<'a> = dyn FnMut(Seen<'_>) + 'a;
 
 impl Generator<'_> {
     /// Generates an answer, handing each piece of text to `sink` as it comes.
@@ -164,6 +186,7 @@ impl Generator<'_> {
         let mut pending = request.prompt.clone();
         let mut prompt_time = None;
         let mut start = Instant::now();
+        self.read_prompt(&mut pending, cancel)?;
         let finish_reason = loop {
             let round_start = Instant::now();
             let draft = match (&pending[..], prompt_time) {
@@ -200,8 +223,10 @@ impl Generator<'_> {
             pending.iter().for_each(|&token| self.sampler.accept(token));
             let decoding = prompt_time.is_some();
             if !decoding {
-                prompt_time = Some(start.elapsed());
+                let time = start.elapsed();
+                prompt_time = Some(time);
                 start = Instant::now();
+                self.see_prompt(request.prompt.len(), request.prompt.len(), time);
             }
             if tokens.len() >= n_max {
                 break FinishReason::Length;
@@ -250,7 +275,11 @@ impl Generator<'_> {
                 );
             }
             if let Some(watch) = self.watch.as_deref_mut() {
-                watch(self.speculator.as_deref(), tokens.len());
+                watch(Seen::Pass {
+                    speculator: self.speculator.as_deref(),
+                    session: self.session,
+                    n_tokens: tokens.len(),
+                });
             }
             if let Some(reason) = ended {
                 break reason;
@@ -270,6 +299,36 @@ impl Generator<'_> {
             decode_time,
             speculation: self.speculator.as_deref_mut().map(Speculator::take_stats),
         })
+    }
+
+    /// Where somebody watches, processes a long prompt up to its last chunk, in the chunks that the session would
+    /// make, and tells how far it is. What is left stays pending.
+    fn read_prompt(
+        &mut self,
+        pending: &mut Vec<u32>,
+        cancel: &CancelToken,
+    ) -> Result<(), EvalError> {
+        let (total, chunk) = (pending.len(), self.session.params().n_batch);
+        if self.watch.is_none() || total <= chunk {
+            return Ok(());
+        }
+        let start = Instant::now();
+        // All or nothing, as in one call.
+        self.session.make_room(total)?;
+        while pending.len() > chunk {
+            let rest = pending.split_off(chunk);
+            self.session.eval(pending, Outputs::None, cancel)?;
+            pending.iter().for_each(|&token| self.sampler.accept(token));
+            *pending = rest;
+            self.see_prompt(total - pending.len(), total, start.elapsed());
+        }
+        Ok(())
+    }
+
+    fn see_prompt(&mut self, done: usize, total: usize, time: Duration) {
+        if let Some(watch) = self.watch.as_deref_mut() {
+            watch(Seen::Prompt { done, total, time });
+        }
     }
 
     /// Guesses what follows `token`, when at most `n_left` tokens may still come after it.

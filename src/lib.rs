@@ -35,6 +35,7 @@ pub mod sampler;
 pub mod session;
 pub mod speculate;
 pub mod state;
+pub mod stored;
 pub mod template;
 pub mod tokenizer;
 pub mod tune;

@@ -4,6 +4,7 @@
 
 mod cli;
 mod cmd;
+mod live;
 mod report;
 
 use std::process::ExitCode;
@@ -49,9 +50,15 @@ fn main() -> ExitCode {
         Some(Command::Quantize(args)) => cmd::quantize::run(args),
         Some(Command::Gguf(command)) => cmd::gguf::run(command),
         Some(Command::Imatrix(args)) => cmd::imatrix::run(args),
+        Some(Command::Watch(args)) => cmd::watch::run(args),
         Some(Command::Completions { shell }) => cmd::completions(*shell),
         Some(Command::Man) => cmd::man(),
     };
+    live::publish::end(match &result {
+        Ok(Outcome::Done) => "finished",
+        Ok(Outcome::Interrupted) => "interrupted",
+        Err(_) => "failed",
+    });
     match result {
         Ok(Outcome::Done) => ExitCode::SUCCESS,
         Ok(Outcome::Interrupted) => ExitCode::from(130),

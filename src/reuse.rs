@@ -2,14 +2,17 @@
 //!
 //! The model's recurrent state can only go on from where it was saved. So states are saved at turn boundaries, within
 //! a budget of bytes, and a new prompt begins from the longest saved one that it starts with: the next turn from the
-//! last, a turn after its thinking was taken out, a regeneration or an edit from the boundary before.
+//! last, a turn after its thinking was taken out, a regeneration or an edit from the boundary before. States can be kept
+//! on disk, too ([`crate::stored`]): a restarted program then goes on from them.
 
 use crate::session::{CancelToken, EvalError, Outputs, Session, Snapshot};
+use crate::stored::StateStore;
 
 /// Saved states of one model's session, the least recently used first.
 pub struct StateCache {
     snapshots: Vec<Snapshot>,
     budget: usize,
+    disk: Option<StateStore>,
 }
 
 /// How a prompt was begun.
@@ -29,12 +32,16 @@ impl StateCache {
         Self {
             snapshots: Vec::new(),
             budget,
+            disk: None,
         }
     }
 
-    /// Bytes that it may hold.
-    pub fn budget(&self) -> usize {
-        self.budget
+    /// The same, with states on disk behind it.
+    pub fn with_disk(budget: usize, disk: StateStore) -> Self {
+        Self {
+            disk: Some(disk),
+            ..Self::new(budget)
+        }
     }
 
     /// Bytes that it holds.
@@ -53,6 +60,26 @@ impl StateCache {
             .max_by_key(|&i| self.snapshots[i].tokens().len());
         let saved_len = saved.map_or(0, |i| self.snapshots[i].tokens().len());
         let total = prompt.len();
+        let in_session = if begins(session.tokens()) {
+            session.n_past()
+        } else {
+            0
+        };
+        // A damaged one is taken out, so another may be the longest then.
+        while let Some(disk) = &mut self.disk
+            && disk.longest(prompt) > saved_len.max(in_session)
+        {
+            if let Some(snapshot) = disk.read(prompt, session) {
+                session.restore(&snapshot)?;
+                let reused = session.n_past();
+                self.remember(snapshot);
+                return Ok(Begun {
+                    reused,
+                    total,
+                    reason: "",
+                });
+            }
+        }
         if session.n_past() > 0 && begins(session.tokens()) && session.n_past() >= saved_len {
             return Ok(Begun {
                 reused: session.n_past(),
@@ -99,15 +126,44 @@ impl StateCache {
             self.snapshots.push(snapshot);
             return Ok(());
         }
-        if session.n_past() == 0 || session.snapshot_bytes() > self.budget {
-            return Ok(());
+        if session.n_past() > 0 && session.snapshot_bytes() <= self.budget {
+            self.remember(session.snapshot()?);
         }
-        let snapshot = session.snapshot()?;
+        Ok(())
+    }
+
+    /// Puts a state in, making room for it; one larger than the whole budget stays out.
+    fn remember(&mut self, snapshot: Snapshot) {
+        if snapshot.bytes() > self.budget {
+            return;
+        }
         while self.bytes() + snapshot.bytes() > self.budget && !self.snapshots.is_empty() {
             self.snapshots.remove(0);
         }
         self.snapshots.push(snapshot);
-        Ok(())
+    }
+
+    /// True where states are kept on disk, too.
+    pub fn has_disk(&self) -> bool {
+        self.disk.is_some()
+    }
+
+    /// Writes the state after the first `n` of the session's tokens to the disk: that of the session itself, or one that
+    /// was saved. What went wrong is a line each.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn store(&mut self, session: &Session, n: usize) -> anyhow::Result<Vec<String>> {
+        let Some(disk) = &mut self.disk else {
+            return Ok(Vec::new());
+        };
+        let tokens = &session.tokens()[..n.min(session.n_past())];
+        match self.snapshots.iter().find(|s| s.tokens() == tokens) {
+            Some(snapshot) => disk.write(snapshot),
+            None if n == session.n_past() => disk.write(&session.snapshot()?),
+            None => {}
+        }
+        Ok(disk.take_notices())
     }
 
     /// Processes `prompt` up to its last token, in the session brought there by [`StateCache::begin`], and saves the

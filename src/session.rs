@@ -685,6 +685,19 @@ impl Session {
         })
     }
 
+    /// A snapshot of this session's kind, from tokens and what [`Snapshot::parts`] gave for them.
+    ///
+    /// # Errors
+    /// When these are not the parts that so many tokens leave behind in a session of this shape, or a token is
+    /// outside the vocabulary.
+    pub fn snapshot_of(&self, tokens: Vec<u32>, parts: Vec<Vec<u8>>) -> anyhow::Result<Snapshot> {
+        self.check_tokens(&tokens)?;
+        Ok(Snapshot {
+            state: self.state.saved(tokens.len(), parts)?,
+            tokens,
+        })
+    }
+
     /// Bytes of keys and values that each token takes.
     pub fn token_bytes(&self) -> usize {
         self.state.saved_bytes(1) - self.state.saved_bytes(0)
@@ -740,7 +753,11 @@ impl Session {
         }
     }
 
-    fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {
+    /// Makes room for `n_new` more tokens at once, where they will come in several calls.
+    ///
+    /// # Errors
+    /// When they do not fit into the context, or memory runs out.
+    pub fn make_room(&mut self, n_new: usize) -> Result<(), EvalError> {
         let (n_past, n_ctx) = (self.n_past(), self.params.n_ctx);
         let needed = n_past + n_new;
         if needed > n_ctx {

@@ -282,6 +282,27 @@ impl State {
         })
     }
 
+    /// A saved state of this shape, from its parts.
+    ///
+    /// # Errors
+    /// When these are not the parts that `n_past` tokens leave behind here.
+    pub fn saved(&self, n_past: usize, parts: Vec<Vec<u8>>) -> Result<SavedState> {
+        let (n_whole, form) = (self.parts(0).len(), self.form());
+        let fits = |(i, (part, (_, bytes))): (usize, (&Vec<u8>, &(DType, usize)))| {
+            let rows = if i < n_whole { 1 } else { n_past };
+            part.len() == bytes * rows
+        };
+        ensure!(
+            parts.len() == form.len() && parts.iter().zip(&form).enumerate().all(fits),
+            "the saved state has another shape than this session's"
+        );
+        Ok(SavedState {
+            n_past,
+            form,
+            parts,
+        })
+    }
+
     /// Bytes that [`State::save`] would copy.
     pub fn saved_bytes(&self, n_past: usize) -> usize {
         let parts: usize = self.parts(0).iter().map(Part::bytes).sum();

@@ -76,11 +76,7 @@ impl TuneKey {
             ),
             threads: backend.n_threads(),
             layout: layout.to_owned(),
-            version: format!(
-                "{} ggml {}",
-                env!("CARGO_PKG_VERSION"),
-                ggml_metal::ggml_version()
-            ),
+            version: version(),
         }
     }
 
@@ -97,8 +93,17 @@ impl TuneKey {
     }
 }
 
+/// What has to be the same for what was kept to hold.
+pub(crate) fn version() -> String {
+    format!(
+        "{} ggml {}",
+        env!("CARGO_PKG_VERSION"),
+        ggml_metal::ggml_version()
+    )
+}
+
 /// A model file by its length and its head: renaming and copying keep it.
-fn identity(file: &Gguf) -> String {
+pub(crate) fn identity(file: &Gguf) -> String {
     let bytes = file.map().bytes();
     let head = &bytes[..bytes.len().min(IDENTIFYING_BYTES)];
     format!("{}-{:016x}", bytes.len(), fnv1a(head.iter().copied()))

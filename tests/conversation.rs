@@ -34,6 +34,12 @@ fn a_conversation_survives_being_killed() {
     conversation.keep(folder.path()).unwrap();
     assert_eq!(conversation.name(), "tell-me-what-is-a-fox");
     let path = path_of(folder.path(), &conversation.name()).unwrap();
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::PermissionsExt as _;
+        let mode = fs::metadata(&path).unwrap().permissions().mode();
+        assert_eq!(mode & 0o077, 0, "for this user alone");
+    }
 
     // Beginnings of an answer; the program dies in the middle of a line.
     for text in ["A fox", "A fox is an animal."] {
@@ -137,10 +143,12 @@ fn a_next_turn_processes_only_what_is_new() {
             .eval(&[last], Outputs::Last, &never())
             .unwrap()
             .to_vec();
-        // As a fresh session that is given everything.
-        let mut fresh = Session::new(engine.clone(), params()).unwrap();
-        let expected = fresh.eval(&text, Outputs::Last, &never()).unwrap();
-        assert!(max_diff(&logits, expected) < 1e-3, "turn {turn}");
+        // As a fresh session that is given everything; what went wrong before shows in a later turn, too.
+        if turn % 4 == 3 {
+            let mut fresh = Session::new(engine.clone(), params()).unwrap();
+            let expected = fresh.eval(&text, Outputs::Last, &never()).unwrap();
+            assert!(max_diff(&logits, expected) < 1e-3, "turn {turn}");
+        }
         // The answer: all but its last token is processed.
         let answer: Vec<u32> = (0..6).map(|_| random.below(n_vocab) as u32).collect();
         session.eval(&answer[..5], Outputs::None, &never()).unwrap();
@@ -168,6 +176,43 @@ fn a_next_turn_processes_only_what_is_new() {
         (begun.reused, begun.reason),
         (0, "no saved state begins like this")
     );
+}
+
+#[test]
+fn two_conversations_that_take_turns_do_not_mix() {
+    // One session serves both, as after a change of conversation; each also has one to itself.
+    let engine = engine(&demo());
+    let mut shared = Session::new(engine.clone(), params()).unwrap();
+    let mut cache = StateCache::new(64 << 20);
+    let mut own: Vec<_> = (0..2)
+        .map(|_| {
+            let session = Session::new(engine.clone(), params()).unwrap();
+            (session, StateCache::new(64 << 20), Vec::<u32>::new())
+        })
+        .collect();
+    let mut random = Random(11);
+    for turn in 0..12 {
+        for (own, own_cache, text) in &mut own {
+            let before = text.len();
+            text.extend((0..9).map(|_| random.below(8000) as u32));
+            let boundary = text.len() - 2;
+            let ask = |session: &mut Session, cache: &mut StateCache| {
+                let (begun, last) = cache
+                    .process(session, text, boundary, &never(), &mut |_, _| {})
+                    .unwrap();
+                let logits = session.eval(&[last], Outputs::Last, &never()).unwrap();
+                let logits = logits.to_vec();
+                session.eval(&[3, 4], Outputs::None, &never()).unwrap();
+                cache.save(session).unwrap();
+                (begun.reused, logits)
+            };
+            let alone = ask(own, own_cache);
+            let together = ask(&mut shared, &mut cache);
+            assert_eq!(alone.0, before.saturating_sub(1), "turn {turn}");
+            assert_eq!(alone, together, "turn {turn}");
+            text.extend([3, 4, 5]);
+        }
+    }
 }
 
 #[test]

@@ -18,6 +18,12 @@ struct Tmux {
 impl Tmux {
     /// Starts `qrun chat` in a terminal of that size; none where tmux is missing.
     fn chat(name: &str, data: &Path, size: (u16, u16), args: &str) -> Option<Self> {
+        let args = format!("chat {args} -m {}", demo().display());
+        Self::qrun(name, data, size, &args)
+    }
+
+    /// Starts the program, with all its folders in `data`.
+    fn qrun(name: &str, data: &Path, size: (u16, u16), args: &str) -> Option<Self> {
         if Command::new("tmux").arg("-V").output().is_err() {
             println!("SKIPPED: tmux is not here");
             return None;
@@ -30,11 +36,11 @@ impl Tmux {
         };
         let program = assert_cmd::cargo::cargo_bin!("qrun");
         let command = format!(
-            "QRUN_CONFIG= QRUN_THREADS=1 XDG_DATA_HOME={} XDG_CACHE_HOME={} {} chat -m {} {args}; echo left with $?; sleep 60",
+            "QRUN_CONFIG= QRUN_THREADS=1 XDG_DATA_HOME={0} XDG_RUNTIME_DIR={0} XDG_CACHE_HOME={1} {2} {args}; \
+             echo left with $?; sleep 60",
             data.display(),
             data.join("cache").display(),
             program.display(),
-            demo().display(),
         );
         let (x, y) = (size.0.to_string(), size.1.to_string());
         tmux.run(&[
@@ -85,6 +91,12 @@ impl Tmux {
         }
     }
 
+    /// Writes a line and sends it.
+    fn write(&self, text: &str) {
+        self.keys(&["-l", text]);
+        self.keys(&["Enter"]);
+    }
+
     /// The process of the chat.
     fn pid(&self) -> String {
         let shell = self.run(&["list-panes", "-F", "#{pane_pid}"]);
@@ -113,11 +125,10 @@ fn a_conversation_can_be_sent_edited_resized_and_left() {
         return;
     };
     tmux.wait_for("is ready");
-    tmux.keys(&["-l", "What is the capital of France?"]);
-    tmux.keys(&["Enter"]);
+    tmux.write("What is the capital of France?");
     let screen = tmux.wait_for("Paris");
     assert!(screen.contains("memory"), "the live panel: {screen}");
-    tmux.wait_for("tok/s\n");
+    tmux.wait_for(" tokens, ");
 
     // Another size, and back.
     tmux.run(&["resize-window", "-x", "60", "-y", "15"]);
@@ -129,11 +140,12 @@ fn a_conversation_can_be_sent_edited_resized_and_left() {
     tmux.keys(&["C-g"]);
     tmux.wait_for("reused");
 
-    // Ten thousand characters pasted at once stay one message, which is not sent.
-    let text = "word ".repeat(2000);
+    // Ten thousand characters pasted at once stay one message, whose line ends do not send it.
+    let text = format!("{}\n{}end.", "word ".repeat(1000), "word ".repeat(999));
     tmux.run(&["set-buffer", &text]);
     tmux.run(&["paste-buffer", "-p"]);
-    tmux.wait_for("word word");
+    let screen = tmux.wait_for("end.");
+    assert!(screen.contains("word word"), "{screen}");
     // Ctrl-C twice leaves; what is being written may take one more.
     for _ in 0..3 {
         tmux.keys(&["C-c"]);
@@ -143,6 +155,15 @@ fn a_conversation_can_be_sent_edited_resized_and_left() {
         }
     }
     tmux.wait_for("left with 0");
+    let stored = data
+        .path()
+        .join("qrun/chats/what-is-the-capital-of-france.jsonl");
+    let stored = std::fs::read_to_string(stored).unwrap();
+    assert_eq!(
+        stored.lines().count(),
+        3,
+        "head, question, answer: {stored}"
+    );
 }
 
 #[test]
@@ -152,19 +173,17 @@ fn an_answer_can_be_stopped() {
         "stop",
         data.path(),
         (100, 30),
-        "--seed 1 --logit-bias 8161-inf",
+        "--seed 1 --logit-bias 8159-inf --logit-bias 8161-inf",
     ) else {
         return;
     };
     tmux.wait_for("is ready");
-    // Without its end token the answer goes on to the end of the context.
-    tmux.keys(&["-l", "Tell me a story about a fox named Pip."]);
-    tmux.keys(&["Enter"]);
+    // Without its end tokens the answer goes on to the end of the context.
+    tmux.write("Tell me a story about a fox named Pip.");
     tmux.wait_for("Once");
     tmux.keys(&["Escape"]);
     tmux.wait_for("stopped");
-    tmux.keys(&["-l", "/quit"]);
-    tmux.keys(&["Enter"]);
+    tmux.write("/quit");
     tmux.wait_for("left with 0");
 }
 
@@ -175,10 +194,9 @@ fn a_killed_conversation_is_resumed() {
         return;
     };
     tmux.wait_for("is ready");
-    tmux.keys(&["-l", "What is the capital of France?"]);
-    tmux.keys(&["Enter"]);
+    tmux.write("What is the capital of France?");
     tmux.wait_for("Paris");
-    tmux.wait_for("tok/s\n");
+    tmux.wait_for(" tokens, ");
     let pid = tmux.pid();
     assert!(!pid.is_empty());
     Command::new("kill").args(["-9", &pid]).status().unwrap();
@@ -203,4 +221,116 @@ fn a_kill_gives_the_terminal_back() {
     let screen = tmux.wait_for("left with 143");
     // The alternate screen is gone.
     assert!(!screen.contains("is ready"), "{screen}");
+}
+
+#[test]
+fn an_earlier_message_is_edited_and_a_stored_conversation_chosen() {
+    let data = tempfile::tempdir().unwrap();
+    let Some(tmux) = Tmux::chat("edit", data.path(), (100, 30), "--temp 0") else {
+        return;
+    };
+    tmux.wait_for("is ready");
+    tmux.write("What is the capital of France?");
+    tmux.wait_for("Paris");
+    tmux.wait_for(" tokens, ");
+    tmux.write("Thank you.");
+    tmux.wait_for("reused");
+    let start = Instant::now();
+    while tmux.screen().matches("tokens, ").count() < 2 {
+        assert!(
+            start.elapsed() < Duration::from_secs(60),
+            "{}",
+            tmux.screen()
+        );
+        std::thread::sleep(Duration::from_millis(50));
+    }
+    // The first question, with another country; what came after it is gone.
+    tmux.keys(&["C-p"]);
+    tmux.wait_for("Thank you.");
+    tmux.keys(&["-l", "capital"]);
+    tmux.keys(&["Enter"]);
+    tmux.keys(&["C-u"]);
+    tmux.write("What is the capital of Italy?");
+    tmux.wait_for("Rome");
+    let screen = tmux.wait_for(" tokens, ");
+    assert!(!screen.contains("Thank you."), "{screen}");
+    assert!(!screen.contains("Paris"), "{screen}");
+
+    // A second conversation, and back to the first through the list.
+    tmux.write("/clear");
+    tmux.write("What is the capital of Spain?");
+    tmux.wait_for("Madrid");
+    tmux.wait_for(" tokens, ");
+    tmux.keys(&["F3"]);
+    tmux.wait_for("just now");
+    tmux.keys(&["-l", "Italy"]);
+    tmux.keys(&["Enter"]);
+    let screen = tmux.wait_for("Rome");
+    assert!(!screen.contains("Madrid"), "{screen}");
+    tmux.write("/quit");
+    tmux.wait_for("left with 0");
+    // Both are there for later.
+    let again = Tmux::chat("list", data.path(), (100, 30), "--temp 0").unwrap();
+    again.wait_for("is ready");
+    again.write("/load");
+    let screen = again.wait_for("just now");
+    assert!(
+        screen.contains("Italy") && screen.contains("Spain"),
+        "{screen}"
+    );
+}
+
+#[test]
+fn a_conversation_is_watched_until_it_ends() {
+    let data = tempfile::tempdir().unwrap();
+    let size = (100, 34);
+    let Some(chat) = Tmux::chat(
+        "watched",
+        data.path(),
+        size,
+        "--seed 1 --logit-bias 8159-inf --logit-bias 8161-inf",
+    ) else {
+        return;
+    };
+    chat.wait_for("is ready");
+    let watch = Tmux::qrun("watch", data.path(), size, "watch").unwrap();
+    let screen = watch.wait_for("demo-Q4_K_M CPU");
+    assert!(screen.contains("qrun watch"), "{screen}");
+    // Without its end tokens the answer goes on to the end of the context.
+    chat.write("Tell me a story about a fox named Pip.");
+    let screen = watch.wait_for("now");
+    for text in [
+        "decode",
+        "memory",
+        "context",
+        "speculation",
+        "prompt",
+        "q leaves",
+    ] {
+        assert!(screen.contains(text), "no `{text}`:\n{screen}");
+    }
+    // A second conversation is found, listed and chosen.
+    let other = Tmux::chat("other", data.path(), size, "--no-save").unwrap();
+    other.wait_for("is ready");
+    watch.wait_for("Tab other runs");
+    watch.keys(&["Tab"]);
+    let screen = watch.wait_for("Enter watches");
+    assert!(screen.contains("--no-save"), "{screen}");
+    watch.keys(&["Down", "Enter"]);
+    watch.wait_for("--no-save");
+    watch.keys(&["Tab"]);
+    watch.wait_for("Enter watches");
+    watch.keys(&["Up", "Enter"]);
+    watch.wait_for("speculation");
+
+    chat.keys(&["Escape"]);
+    chat.wait_for("stopped");
+    chat.write("/quit");
+    chat.wait_for("left with 0");
+    // The last state stays until it is left, and is printed then.
+    let screen = watch.wait_for("finished");
+    assert!(screen.contains("tokens written"), "{screen}");
+    watch.keys(&["q"]);
+    let screen = watch.wait_for("left with 0");
+    assert!(screen.contains("worst zone"), "{screen}");
 }

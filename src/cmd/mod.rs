@@ -16,6 +16,7 @@ pub mod run;
 pub mod tokens;
 pub mod tune;
 pub mod verify;
+pub mod watch;
 
 /// What a command ends with, besides an error.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]

@@ -307,6 +307,15 @@ pub fn speculation(
     Ok((Some(params), costs))
 }
 
+/// Why a model's draft head is on or off in a run that speculates or does not.
+pub fn draft_head(engine: &Engine, speculates: bool) -> &str {
+    let head = engine.mtp_status();
+    match (head.on, speculates) {
+        (true, false) => "switched off",
+        _ => &head.reason,
+    }
+}
+
 /// Guesses up to which passes of Q4_K and Q6_K weights give the same bits on the CPU: width 7.
 const EXACT_DEPTH: usize = 6;
 

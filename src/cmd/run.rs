@@ -21,6 +21,8 @@ use serde_json::{Value, json};
 
 use super::{Outcome, UsageError, model};
 use crate::cli::{ChatArgs, RunArgs, SamplingArgs};
+use crate::live::line::Reading;
+use crate::live::publish;
 use crate::report;
 
 /// Answers what the arguments ask.
@@ -46,6 +48,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
             no_save: false,
             no_mouse: false,
             cache_ram: crate::cli::CACHE_RAM,
+            cache_disk: 0,
         });
     }
     let mut session_params = model::session_params(&args.model)?;
@@ -59,6 +62,7 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
 
     let cancel = CancelToken::default();
     install_interrupt(&cancel)?;
+    publish::start(args.model.model.as_deref(), args.model.verbose);
     let mut machine = Machine::new();
     let needs = model::Needs::of(&args.spec);
     let (engine, tokenizer) = model::load(&args.model, &needs)?;
@@ -87,6 +91,8 @@ pub fn run(args: &RunArgs) -> Result<Outcome> {
         cancel,
         engine: &engine,
     };
+    let reason = model::draft_head(&engine, runner.speculator.is_some());
+    publish::loaded(&engine, &runner.session, reason);
     let outcome = match asked {
         Asked::One(text) => {
             let item = Item {
@@ -120,6 +126,7 @@ pub fn install_interrupt(cancel: &CancelToken) -> Result<()> {
     let cancel = cancel.clone();
     ctrlc::set_handler(move || {
         if cancel.is_cancelled() {
+            publish::end("interrupted");
             std::process::exit(130);
         }
         cancel.cancel();
@@ -394,9 +401,10 @@ impl Runner<'_> {
             sampler: &mut sampler,
             constraint: constraint.as_mut(),
             speculator: self.speculator.as_mut(),
-            watch: None,
+            watch: Some(&mut |seen| publish::seen(&seen, 0)),
         }
         .answer(&request, &self.cancel, sink)?;
+        publish::answered(&answer, Reading::of(&answer), &self.session);
         let complete = constraint.as_mut().map(|c| c.is_complete()).transpose()?;
         if complete == Some(false) {
             report::note("the answer was cut before its grammar was complete (raise -n)");
@@ -535,13 +543,8 @@ impl Runner<'_> {
 
     /// What speculation did, or why there was none.
     fn speculation(&self, answer: &Answer) -> Value {
-        let head = self.engine.mtp_status();
         let Some(stats) = &answer.speculation else {
-            let reason = if head.on {
-                "switched off"
-            } else {
-                &head.reason
-            };
+            let reason = model::draft_head(self.engine, false);
             return json!({"enabled": false, "reason": reason});
         };
         let mut object = json!({
@@ -594,13 +597,8 @@ impl Runner<'_> {
 
     /// One line on speculation.
     fn spec_line(&self, answer: &Answer) -> String {
-        let head = self.engine.mtp_status();
         let Some(stats) = answer.speculation.as_ref() else {
-            let reason = if head.on {
-                "switched off"
-            } else {
-                &head.reason
-            };
+            let reason = model::draft_head(self.engine, false);
             return format!("speculation off: {reason}");
         };
         if self

@@ -16,6 +16,8 @@ use serde_json::json;
 
 use super::{Outcome, UsageError, model};
 use crate::cli::TuneArgs;
+use crate::live::line::Reading;
+use crate::live::publish;
 use crate::report;
 
 /// Texts of different kinds to go on from: what is easy to guess differs between them.
@@ -53,6 +55,7 @@ pub fn run(args: &TuneArgs) -> Result<Outcome> {
     let cancel = CancelToken::default();
     super::run::install_interrupt(&cancel)?;
     let params = model::session_params(&args.model)?;
+    publish::start(args.model.model.as_deref(), args.model.verbose);
     let needs = model::Needs {
         n_guesses: usize::from(args.draft_max),
         n_sessions: 2,
@@ -72,6 +75,7 @@ pub fn run(args: &TuneArgs) -> Result<Outcome> {
     // One as large as the whole is the whole.
     vocabs.extend(given.filter(|&n| n < n_vocab).map(Some));
     let (mut sessions, mut trials) = plan(&engine, &tokenizer, params, depths, &vocabs)?;
+    publish::loaded(&engine, &sessions[0], &engine.mtp_status().reason);
     let prompts: Vec<Vec<u32>> = PROMPTS
         .iter()
         .map(|text| tokenizer.encode(&chat(text), true))
@@ -186,9 +190,10 @@ fn measure(
         sampler: &mut sampler,
         constraint: None,
         speculator: trial.speculator.as_mut(),
-        watch: None,
+        watch: Some(&mut |seen| publish::seen(&seen, 0)),
     }
     .answer(&request, cancel, &mut |_| Ok(()))?;
+    publish::answered(&answer, Reading::of(&answer), session);
     if answer.finish_reason == FinishReason::Cancelled {
         return Ok(false);
     }

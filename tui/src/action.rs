@@ -21,7 +21,7 @@ pub enum Action {
         /// Its new text.
         text: String,
     },
-    /// Put this text on the clipboard: [`crate::terminal::copy`] and, where there is one, the system's clipboard.
+    /// Put this text on the clipboard ([`crate::terminal::Clipboard`]).
     Copy(String),
     /// Use this model: a path or a name from [`View::models`](crate::View::models).
     SetModel(String),

@@ -18,6 +18,7 @@
 //! fn chat(view: &mut View, mut advance: impl FnMut(&mut View, Option<Action>) -> bool) -> std::io::Result<()> {
 //!     let mut screen = Screen::enter(true)?;
 //!     let mut ui = Ui::new(Theme::detect(None, None, None), Vec::new());
+//!     let mut clipboard = terminal::Clipboard::default();
 //!     let mut pacer = Pacer::default();
 //!     pacer.changed();
 //!     loop {
@@ -32,7 +33,7 @@
 //!                     Action::Quit => return Ok(()),
 //!                     Action::Suspend => screen.suspend()?,
 //!                     Action::Redraw => screen.clear()?,
-//!                     Action::Copy(text) => terminal::copy(&text)?,
+//!                     Action::Copy(text) => clipboard.copy(&text)?,
 //!                     other => { advance(view, Some(other)); }
 //!                 }
 //!             }

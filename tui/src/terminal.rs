@@ -157,13 +157,41 @@ pub fn next_event(wait: Duration) -> io::Result<Option<Event>> {
     }
 }
 
-/// Puts a text on the clipboard through the terminal (OSC 52), which works over SSH too; terminals that do not allow it
-/// ignore it.
-///
-/// # Errors
-/// When writing to the terminal fails.
-pub fn copy(text: &str) -> io::Result<()> {
-    execute!(io::stdout(), CopyToClipboard::to_clipboard_from(text))
+/// The clipboards that can be reached: the terminal's, and the system's where the program runs on it. Kept while the program
+/// runs, because on X11 the program itself hands the text out.
+#[derive(Default)]
+pub struct Clipboard {
+    /// None before the first copy, and where there is none.
+    system: Option<arboard::Clipboard>,
+}
+
+impl Clipboard {
+    /// Puts a text on the clipboard. The terminal is always asked to (OSC 52), which works over SSH and on Wayland too;
+    /// terminals that do not allow it ignore it.
+    ///
+    /// # Errors
+    /// When writing to the terminal fails. That there is no system's clipboard is none.
+    pub fn copy(&mut self, text: &str) -> io::Result<()> {
+        let is_set = |name: &str| std::env::var_os(name).is_some_and(|v| !v.is_empty());
+        let remote = is_set("SSH_CONNECTION") || is_set("SSH_TTY");
+        let display = std::env::var("DISPLAY").ok();
+        if self.system.is_none() && is_here(remote, display.as_deref()) {
+            self.system = arboard::Clipboard::new().ok();
+        }
+        if let Some(system) = &mut self.system
+            && system.set_text(text).is_err()
+        {
+            self.system = None;
+        }
+        execute!(io::stdout(), CopyToClipboard::to_clipboard_from(text))
+    }
+}
+
+/// Whether the system's clipboard is the one of the person at the keyboard, and reaching it cannot take long.
+fn is_here(remote: bool, display: Option<&str>) -> bool {
+    let has_display = cfg!(any(target_os = "macos", windows));
+    // A display of another machine is reached over the network.
+    !remote && (has_display || display.is_some_and(|d| d.starts_with(':')))
 }
 
 /// When to draw: at once after a pause, at most every [`FRAME`] otherwise, and only when something changed.
@@ -240,6 +268,17 @@ mod tests {
             })
             .count();
         assert!((29..=31).contains(&frames), "{frames}");
+    }
+
+    #[test]
+    fn the_systems_clipboard_is_used_where_it_is_the_users() {
+        assert!(is_here(false, Some(":0")));
+        assert!(!is_here(true, Some(":0")));
+        assert!(!is_here(true, None));
+        if cfg!(target_os = "linux") {
+            assert!(!is_here(false, None));
+            assert!(!is_here(false, Some("far.example:10.0")));
+        }
     }
 
     #[test]

@@ -582,40 +582,44 @@ fn context(run: &WatchRun, width: usize, height: usize, theme: Theme) -> Vec<Lin
     lines
 }
 
-fn summarised(summary: &Summary, width: usize, theme: Theme) -> Vec<Line<'static>> {
-    let speed = |tps: Option<f32>| tps.map(|t| format!("{} tok/s", text::speed(t)));
-    let rows = [
-        ("time", Some(text::elapsed(summary.elapsed_s))),
-        ("prompt tokens", Some(text::count(summary.prompt_tokens))),
-        ("prompt speed", speed(summary.prompt_tps)),
-        ("tokens written", Some(text::count(summary.tokens))),
-        ("mean speed", speed(summary.mean_tps)),
-        ("best speed", speed(summary.best_tps)),
-        (
-            "drafts accepted",
-            summary.acceptance.map(|a| text::percent(a, false)),
-        ),
-        (
-            "tokens per pass",
-            summary.tokens_per_pass.map(|t| format!("{t:.2}")),
-        ),
-        ("most memory", Some(text::bytes(summary.peak_memory))),
-        (
-            "worst zone",
-            Some(format!("● {}", figures::zone_name(summary.zone))),
-        ),
-    ];
-    let mut lines = vec![figures::head(
-        "ended",
-        Span::styled(text::one_line(&summary.ended), theme.accent()),
-        width,
-        theme,
-    )];
-    lines.extend(
+impl Summary {
+    /// Labels and what stands beside them; what is not known is left out.
+    pub fn rows(&self) -> Vec<(&'static str, String)> {
+        let speed = |tps: Option<f32>| tps.map(|t| format!("{} tok/s", text::speed(t)));
+        let rows = [
+            ("ended", Some(text::one_line(&self.ended))),
+            ("time", Some(text::elapsed(self.elapsed_s))),
+            ("prompt tokens", Some(text::count(self.prompt_tokens))),
+            ("prompt speed", speed(self.prompt_tps)),
+            ("tokens written", Some(text::count(self.tokens))),
+            ("mean speed", speed(self.mean_tps)),
+            ("best speed", speed(self.best_tps)),
+            (
+                "drafts accepted",
+                self.acceptance.map(|a| text::percent(a, false)),
+            ),
+            (
+                "tokens per pass",
+                self.tokens_per_pass.map(|t| format!("{t:.2}")),
+            ),
+            ("most memory", Some(text::bytes(self.peak_memory))),
+            (
+                "worst zone",
+                Some(format!("● {}", figures::zone_name(self.zone))),
+            ),
+        ];
         rows.into_iter()
-            .filter_map(|(label, value)| Some(figures::row(label, &value?, width, theme))),
-    );
-    lines
+            .filter_map(|(label, value)| Some((label, value?)))
+            .collect()
+    }
+}
+
+fn summarised(summary: &Summary, width: usize, theme: Theme) -> Vec<Line<'static>> {
+    let line = |(i, (label, value)): (usize, (&'static str, String))| match i {
+        0 => figures::head(label, Span::styled(value, theme.accent()), width, theme),
+        _ => figures::row(label, &value, width, theme),
+    };
+    summary.rows().into_iter().enumerate().map(line).collect()
 }
 
 fn listed(buffer: &mut Buffer, area: Rect, view: &WatchView, selected: usize, theme: Theme) {

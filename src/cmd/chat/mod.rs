@@ -12,16 +12,16 @@ use std::time::{Duration, Instant, SystemTime};
 use anyhow::{Context as _, Result, bail};
 use qrun::conversation::{self, Conversation};
 use qrun::generate::FinishReason;
-use qrun::memory;
 use qrun::session::CancelToken;
 use tui::{
     Action, Attachment, ExportFormat, Level, Message, ModelEntry, Notice, Pacer, Phase, Prompt,
-    Reuse, Role, Round, Screen, SessionEntry, Speculation, Theme, Thinking, Ui, View, Zone,
-    terminal,
+    Reuse, Role, Screen, SessionEntry, Speculation, Theme, Thinking, Ui, View, terminal,
 };
 
 use super::{Outcome, model};
 use crate::cli::{ChatArgs, Spec};
+use crate::live::machine::Machine;
+use crate::live::{line, publish};
 use worker::{Figures, News, Order, Question};
 
 /// A conversation on a terminal, or line by line where there is none.
@@ -40,17 +40,13 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
     // In raw mode Ctrl-C is a key; a kill still has to give the terminal back.
     ctrlc::set_handler(|| {
         terminal::restore();
+        publish::end("interrupted");
         std::process::exit(143);
     })
     .context("catching a kill")?;
     let mut screen = Screen::enter(!chat.args.no_mouse).context("taking the terminal")?;
-    let variable = |name: &str| std::env::var(name).ok();
-    let theme = Theme::detect(
-        variable("NO_COLOR").as_deref(),
-        variable("TERM").as_deref(),
-        variable("COLORFGBG").as_deref(),
-    );
-    let mut ui = Ui::new(theme, chat.questions());
+    let mut ui = Ui::new(theme(), chat.questions());
+    let mut clipboard = terminal::Clipboard::default();
     let mut pacer = Pacer::default();
     pacer.changed();
     let mut warm = false;
@@ -68,11 +64,13 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
                 match action {
                     Action::Quit => {
                         chat.cancel.cancel();
+                        drop(screen);
+                        chat.leave();
                         return Ok(Outcome::Done);
                     }
                     Action::Suspend => screen.suspend()?,
                     Action::Redraw => screen.clear()?,
-                    Action::Copy(text) => terminal::copy(&text)?,
+                    Action::Copy(text) => clipboard.copy(&text)?,
                     Action::ExternalEditor(text) => match screen.outside(|| edit(&text))? {
                         Ok(text) => ui.set_input(&text),
                         Err(error) => chat.say(Level::Error, &crate::report::error_line(&error)),
@@ -89,6 +87,16 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
             pacer.changed();
         }
     }
+}
+
+/// The colours that suit this terminal.
+pub fn theme() -> Theme {
+    let variable = |name: &str| std::env::var(name).ok();
+    Theme::detect(
+        variable("NO_COLOR").as_deref(),
+        variable("TERM").as_deref(),
+        variable("COLORFGBG").as_deref(),
+    )
 }
 
 /// Lets the user's editor change a text.
@@ -117,6 +125,81 @@ fn edit(text: &str) -> Result<String> {
     Ok(text.trim_end().to_owned())
 }
 
+/// What both kinds of chat begin with.
+struct Started {
+    /// Where conversations are kept; none with `--no-save`.
+    folder: Option<PathBuf>,
+    /// The one to go on with, or an empty one.
+    conversation: Conversation,
+    worker: Worker,
+}
+
+/// The model's thread.
+struct Worker {
+    orders: Sender<Order>,
+    news: Receiver<News>,
+}
+
+/// How long leaving waits for a state that is being written.
+const LEAVE: Duration = Duration::from_secs(10);
+
+impl Worker {
+    fn order(&self, order: Order) -> Result<()> {
+        let sent = self.orders.send(order);
+        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended; start qrun again"))
+    }
+
+    /// Lets the thread finish what it has to do; what goes wrong is said.
+    fn finish(self) {
+        drop(self.orders);
+        let end = Instant::now() + LEAVE;
+        while let Ok(news) = self
+            .news
+            .recv_timeout(end.saturating_duration_since(Instant::now()))
+        {
+            if let News::Notice(text) = news {
+                crate::report::note(&text);
+            }
+        }
+    }
+}
+
+impl Started {
+    /// Finds the conversation that the arguments name, and starts the model's thread.
+    fn new(args: &ChatArgs) -> Result<Self> {
+        let folder = (!args.no_save).then(conversation::folder).transpose()?;
+        let mut conversation = match (&args.resume, &folder) {
+            (Some(name), Some(folder)) => {
+                let name = match name.as_str() {
+                    "" => match conversation::list(folder)?.first() {
+                        Some(newest) => newest.name.clone(),
+                        None => bail!("no conversation is stored yet"),
+                    },
+                    name => name.to_owned(),
+                };
+                Conversation::open(&conversation::path_of(folder, &name)?)?
+            }
+            _ => Conversation::default(),
+        };
+        if let Some(system) = &args.system_prompt {
+            conversation.system.clone_from(system);
+        }
+        publish::start(args.model.model.as_deref(), args.model.verbose);
+        let (orders, orders_in) = channel();
+        let (news_out, news) = channel();
+        let args = args.clone();
+        thread::Builder::new()
+            .name("model".to_owned())
+            .spawn(move || worker::work(&orders_in, &news_out, &args))
+            .context("starting the model's thread")?;
+        Ok(Self {
+            folder,
+            conversation,
+            worker: Worker { orders, news },
+        })
+    }
+}
+
 /// The conversation and everything around it.
 struct Chat {
     args: ChatArgs,
@@ -124,8 +207,7 @@ struct Chat {
     conversation: Conversation,
     /// Where conversations are kept; none with `--no-save`.
     folder: Option<PathBuf>,
-    orders: Sender<Order>,
-    news: Receiver<News>,
+    worker: Worker,
     cancel: CancelToken,
     end_thinking: CancelToken,
     think: Option<bool>,
@@ -139,10 +221,10 @@ struct Chat {
     kept: (Instant, usize),
     first_minute: Vec<f32>,
     slot: (Instant, usize, Duration),
-    /// None where the system tells nothing.
-    machine: Option<memory::Machine>,
+    machine: Machine,
     measured: Instant,
-    weights: (usize, usize),
+    /// What the conversation holds in memory.
+    parts: line::Parts,
 }
 
 /// How often the beginning of an answer is kept, at most.
@@ -156,38 +238,11 @@ const MAX_ATTACHMENT: u64 = 1 << 20;
 
 impl Chat {
     fn new(args: ChatArgs) -> Result<Self> {
-        let folder = (!args.no_save).then(conversation::folder).transpose()?;
-        let mut conversation = Conversation::default();
-        if let Some(name) = &args.resume {
-            let Some(folder) = &folder else {
-                bail!("--resume needs the stored conversations, which --no-save leaves alone");
-            };
-            let name = match name.as_str() {
-                "" => match conversation::list(folder)?.first() {
-                    Some(newest) => newest.name.clone(),
-                    None => bail!("no conversation is stored yet"),
-                },
-                name => name.to_owned(),
-            };
-            conversation = Conversation::open(&conversation::path_of(folder, &name)?)?;
-        } else if let Some(system) = &args.system_prompt {
-            conversation.system.clone_from(system);
-        }
-        let (orders, orders_in) = channel();
-        let (news_out, news) = channel();
-        let (model_args, spec, cache) = (args.model.clone(), args.spec.clone(), args.cache_ram);
-        thread::Builder::new()
-            .name("model".to_owned())
-            .spawn(move || {
-                worker::work(
-                    &orders_in,
-                    &news_out,
-                    model_args,
-                    spec,
-                    cache.saturating_mul(1 << 20),
-                )
-            })
-            .context("starting the model's thread")?;
+        let Started {
+            folder,
+            conversation,
+            worker,
+        } = Started::new(&args)?;
         let now = Instant::now();
         let mut chat = Self {
             think: match (args.think, args.no_think) {
@@ -199,8 +254,7 @@ impl Chat {
             view: View::default(),
             conversation,
             folder,
-            orders,
-            news,
+            worker,
             cancel: CancelToken::default(),
             end_thinking: CancelToken::default(),
             attached: Vec::new(),
@@ -210,9 +264,9 @@ impl Chat {
             kept: (now, 0),
             first_minute: Vec::new(),
             slot: (now, 0, Duration::ZERO),
-            machine: memory::Machine::new(),
+            machine: Machine::new(),
             measured: now,
-            weights: (0, 0),
+            parts: line::Parts::default(),
         };
         chat.view.phase = Phase::Loading;
         chat.view.model.loading = Some(0.0);
@@ -359,7 +413,7 @@ impl Chat {
                 let spec = crate::cli::parse_spec(&text)
                     .map_err(|e| anyhow::anyhow!("/spec {text}: {e}"))?;
                 self.args.spec.spec = spec;
-                self.order(Order::Spec(spec))?;
+                self.worker.order(Order::Spec(spec))?;
             }
             Action::Save(name) => {
                 let folder = self
@@ -441,9 +495,11 @@ impl Chat {
         Ok(())
     }
 
-    fn order(&self, order: Order) -> Result<()> {
-        let sent = self.orders.send(order);
-        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended; start qrun again"))
+    /// Waits for what is written to the disk; an answer or a load that goes on is not waited for.
+    fn leave(self) {
+        if self.args.cache_disk > 0 && !self.view.is_busy() && self.ready {
+            self.worker.finish();
+        }
     }
 
     fn reload(&mut self) -> Result<()> {
@@ -452,7 +508,7 @@ impl Chat {
         self.view.phase = Phase::Loading;
         self.view.model.loading = Some(0.0);
         self.view.model.name = self.file_name();
-        self.order(Order::Load(self.args.model.clone()))
+        self.worker.order(Order::Load(self.args.model.clone()))
     }
 
     fn set_sampler(&mut self, sampler: tui::Sampler, value: f64) {
@@ -524,7 +580,7 @@ impl Chat {
         self.view.phase = Phase::Prompt;
         self.kept = (Instant::now(), 0);
         self.slot = (Instant::now(), 0, Duration::ZERO);
-        self.order(Order::Answer(Box::new(question)))
+        self.worker.order(Order::Answer(Box::new(question)))
     }
 
     fn export(&mut self, format: ExportFormat, path: Option<PathBuf>) -> Result<()> {
@@ -572,7 +628,7 @@ impl Chat {
     fn hear(&mut self) -> bool {
         let mut changed = false;
         loop {
-            match self.news.try_recv() {
+            match self.worker.news.try_recv() {
                 Ok(news) => {
                     changed = true;
                     if let Err(error) = self.take_in(news) {
@@ -617,14 +673,18 @@ impl Chat {
                     detail: facts.detail,
                 };
                 self.view.phase = Phase::Idle;
-                self.weights = facts.weights;
+                self.parts = line::Parts {
+                    weights_mapped: facts.weights.0 as u64,
+                    weights_copied: facts.weights.1 as u64,
+                    ..line::Parts::default()
+                };
                 self.view.live.context = Some(tui::Context {
                     used: 0,
                     limit: facts.n_ctx as u64,
                     kv_bytes: 0,
                 });
                 self.view.live.speculation = Speculation {
-                    reason: facts.mtp,
+                    reason: facts.draft_head,
                     ..Speculation::default()
                 };
                 self.ready = true;
@@ -708,6 +768,7 @@ impl Chat {
                 self.conversation.messages.push(stored);
                 self.conversation.write()?;
             }
+            News::Notice(text) => self.say(Level::Warning, &text),
             News::Failed(error) => {
                 self.view.phase = Phase::Idle;
                 match self.answer().filter(|m| m.streaming) {
@@ -768,10 +829,7 @@ impl Chat {
                     self.first_minute.push(tps);
                 } else {
                     let mean = self.first_minute.iter().sum::<f32>() / 120.0;
-                    live.thermal = Some(tui::Thermal {
-                        state: String::new(),
-                        change: Some(tps / mean - 1.0),
-                    });
+                    live.thermal.get_or_insert_default().change = Some(tps / mean - 1.0);
                 }
             }
             self.slot = (Instant::now(), figures.n_tokens, figures.decode_time);
@@ -780,87 +838,48 @@ impl Chat {
             context.used = figures.n_past as u64;
             context.kv_bytes = figures.kv_bytes as u64;
         }
-        if let Some(memory) = &mut live.memory {
-            memory.kv = figures.bytes.kv as u64;
-            memory.state =
-                (figures.bytes.state + figures.bytes.rollback + figures.bytes.compute) as u64;
-            memory.snapshots = figures.snapshots as u64;
+        self.parts = line::Parts {
+            kv: figures.bytes.kv as u64,
+            state: (figures.bytes.state + figures.bytes.rollback + figures.bytes.compute) as u64,
+            snapshots: figures.snapshots as u64,
+            ..self.parts
+        };
+        match &figures.stats {
+            Some(stats) => {
+                line::Speculation::new(stats, figures.depth.unwrap_or(0)).show(live);
+                let spec = &mut live.speculation;
+                match self.args.spec.spec {
+                    Spec::Fixed(_) => spec.reason = "as set".to_owned(),
+                    Spec::Auto if spec.depth > Some(0) => {
+                        spec.reason = "fastest by what was measured".to_owned();
+                    }
+                    Spec::Auto => {}
+                }
+            }
+            None => live.speculation.depth = None,
         }
-        let Some(stats) = &figures.stats else {
-            live.speculation.depth = None;
-            live.speculation.reason = "off".to_owned();
-            return;
-        };
-        let passes = stats.passes.max(1) as f64;
-        let ms = |seconds: f64| (1e3 * seconds / passes) as f32;
-        live.round = Some(Round {
-            draft_ms: ms(stats.draft_s),
-            verify_ms: ms(stats.verify_s),
-            rollback_ms: ms(stats.rollback_s),
-            sampling_ms: ms(stats.sampling_s),
-            other_ms: ms(stats.other_s),
-        });
-        let at = stats.acceptance_at();
-        live.speculation = Speculation {
-            depth: figures.depth.map(|d| d as u32),
-            reason: match (figures.depth, stats.rounds) {
-                (Some(0), 0) => "plain decoding is faster so far".to_owned(),
-                (Some(0), _) => "plain decoding is faster now".to_owned(),
-                _ => "fastest by what was measured".to_owned(),
-            },
-            acceptance: (stats.drafted > 0).then(|| stats.acceptance() as f32),
-            by_position: at.into_iter().map(|a| a as f32).collect(),
-            tokens_per_pass: Some(stats.tokens_per_pass() as f32),
-        };
     }
 
     /// Looks at the machine's memory; true when it can tell.
     fn measure_machine(&mut self) -> bool {
-        let device = ggml_metal::find_device(self.args.model.device.as_deref());
-        let (mapped, copied) = (self.weights.0 as u64, self.weights.1 as u64);
-        // Metal wires the map, so that the system counts it itself.
-        let is_metal = device.as_ref().is_ok_and(ggml_metal::Device::is_metal);
-        let counted = if is_metal { 0 } else { mapped };
-        let machine = self.machine.as_mut();
-        let Some((reading, zone)) = machine.and_then(|machine| machine.judge(counted)) else {
-            return false;
-        };
         if !self.ready {
             return false;
         }
-        let before = self.view.live.memory.unwrap_or_default();
-        let own = before.kv + before.state + before.snapshots + copied + mapped;
-        let (total, used) = match device {
-            // A GPU's own memory holds the model, so it is the one to show.
-            Ok(device) if device.kind() == ggml_metal::DeviceKind::Gpu && !is_metal => {
-                let (free, total) = device.memory();
-                (total as u64, total.saturating_sub(free) as u64)
-            }
-            _ => (reading.total(), reading.used()),
+        let device = self.args.model.device.as_deref();
+        let live = &mut self.view.live;
+        let context = live
+            .context
+            .map_or_else(line::Context::default, |c| line::Context {
+                used: c.used,
+                limit: c.limit,
+                kv_bytes: c.kv_bytes,
+            });
+        let Some(memory) = self.machine.memory(self.parts, context, device, 0.0) else {
+            return false;
         };
-        let mut memory = tui::Memory {
-            zone: match zone {
-                memory::Zone::Green => Zone::Green,
-                memory::Zone::Yellow => Zone::Yellow,
-                memory::Zone::Red => Zone::Red,
-            },
-            total,
-            weights_mapped: mapped,
-            weights_copied: copied,
-            other: used.saturating_sub(own),
-            ..before
-        };
-        if let Some(context) = &self.view.live.context
-            && context.used > 0
-        {
-            let a_token = (context.kv_bytes / context.used).max(1);
-            let left = (total as f64 * memory::RED) as u64;
-            let fits = left.saturating_sub(memory.used()) / a_token;
-            memory.room_tokens = Some(fits.min(context.limit - context.used.min(context.limit)));
-        }
-        let changed = self.view.live.memory != Some(memory);
-        self.view.live.memory = Some(memory);
-        changed
+        let before = (live.memory, live.thermal.clone());
+        memory.show(live);
+        before != (live.memory, live.thermal.clone())
     }
 
     fn show_stats(&mut self) {

@@ -1,14 +1,13 @@
 //! The conversation line by line, where there is no terminal to draw on.
 
 use std::io::{BufRead as _, IsTerminal as _};
-use std::sync::mpsc::channel;
-use std::thread;
 
 use anyhow::{Context as _, Result, bail};
-use qrun::conversation::{self, Conversation};
+use qrun::conversation;
 use qrun::session::CancelToken;
 
-use super::worker::{self, News, Order, Question};
+use super::Started;
+use super::worker::{News, Order, Question};
 use crate::cli::ChatArgs;
 use crate::cmd::{Outcome, model};
 use crate::report;
@@ -20,40 +19,15 @@ use crate::report;
 pub fn run(args: &ChatArgs) -> Result<Outcome> {
     let mut args = args.clone();
     args.model.model = Some(model::path(args.model.model.as_deref())?);
-    let folder = (!args.no_save).then(conversation::folder).transpose()?;
-    let mut chat = match (&args.resume, &folder) {
-        (Some(name), Some(folder)) => {
-            let newest = || Some(conversation::list(folder).ok()?.first()?.name.clone());
-            let name = match name.as_str() {
-                "" => newest().context("no conversation is stored yet")?,
-                name => name.to_owned(),
-            };
-            Conversation::open(&conversation::path_of(folder, &name)?)?
-        }
-        _ => Conversation::default(),
-    };
-    if let Some(system) = &args.system_prompt {
-        chat.system.clone_from(system);
-    }
+    let Started {
+        folder,
+        conversation: mut chat,
+        worker,
+    } = Started::new(&args)?;
     let cancel = CancelToken::default();
     crate::cmd::run::install_interrupt(&cancel)?;
-    let (orders, orders_in) = channel();
-    let (news_out, news) = channel();
-    let (model_args, spec, cache) = (args.model.clone(), args.spec.clone(), args.cache_ram);
-    thread::Builder::new()
-        .name("model".to_owned())
-        .spawn(move || {
-            worker::work(
-                &orders_in,
-                &news_out,
-                model_args,
-                spec,
-                cache.saturating_mul(1 << 20),
-            )
-        })
-        .context("starting the model's thread")?;
     loop {
-        match news.recv().context("the model's thread has ended")? {
+        match worker.news.recv().context("the model's thread has ended")? {
             News::Loaded(_) => break,
             News::NotLoaded(error) => bail!("{error}"),
             _ => {}
@@ -90,10 +64,10 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
             cancel: cancel.clone(),
             end_thinking: CancelToken::default(),
         };
-        let sent = orders.send(Order::Answer(Box::new(question)));
-        sent.map_err(|_| anyhow::anyhow!("the model's thread has ended"))?;
+        worker.order(Order::Answer(Box::new(question)))?;
         loop {
-            match news.recv().context("the model's thread has ended")? {
+            match worker.news.recv().context("the model's thread has ended")? {
+                News::Notice(text) => report::note(&text),
                 News::Text(text) => report::out(&text)?,
                 News::Done(ending) => {
                     report::out("\n")?;
@@ -111,9 +85,11 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
             }
         }
         if cancel.is_cancelled() {
+            worker.finish();
             return Ok(Outcome::Interrupted);
         }
     }
+    worker.finish();
     Ok(Outcome::Done)
 }
 

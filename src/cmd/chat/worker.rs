@@ -8,18 +8,21 @@ use std::time::{Duration, Instant};
 use anyhow::{Context as _, Result};
 use qrun::chat;
 use qrun::engine::Engine;
-use qrun::generate::{FinishReason, GenerateError, Generator, Piece, Request};
+use qrun::generate::{FinishReason, GenerateError, Generator, Piece, Request, Seen};
 use qrun::reuse::{Begun, StateCache};
 use qrun::sampler::Sampler;
 use qrun::session::{CancelToken, Session, SessionBytes};
 use qrun::speculate::{SpecStats, Speculator};
+use qrun::stored::{self, StateKey, StateStore};
 use qrun::template::{ChatTemplate, RenderOptions, normalize_messages};
 use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
-use serde_json::Value;
+use serde_json::{Value, json};
 
-use crate::cli::{ModelArgs, SamplingArgs, Spec, SpecArgs};
+use crate::cli::{ChatArgs, ModelArgs, SamplingArgs, Spec, SpecArgs};
 use crate::cmd::{model, run};
+use crate::live::line::Reading;
+use crate::live::publish;
 
 /// What the worker is asked to do.
 pub enum Order {
@@ -67,6 +70,8 @@ pub enum News {
     Done(Box<Ending>),
     /// The answer failed.
     Failed(String),
+    /// Something works less well than asked.
+    Notice(String),
 }
 
 /// What there is to know of a model.
@@ -78,7 +83,7 @@ pub struct Facts {
     /// Context limit.
     pub n_ctx: usize,
     /// Why the draft head is on or off.
-    pub mtp: String,
+    pub draft_head: String,
     /// Bytes of weights: mapped, and copied.
     pub weights: (usize, usize),
 }
@@ -119,6 +124,13 @@ pub struct Ending {
     pub tps: f64,
 }
 
+impl Ending {
+    /// The answer as chat templates take it.
+    fn message(&self) -> Value {
+        json!({"role": "assistant", "content": self.text, "reasoning_content": self.reasoning})
+    }
+}
+
 /// A model that is ready.
 struct Loaded {
     engine: Arc<Engine>,
@@ -127,24 +139,24 @@ struct Loaded {
     session: Session,
     speculator: Option<Speculator>,
     states: StateCache,
+    caches: Caches,
 }
 
 /// Works until nobody gives orders any more.
-pub fn work(
-    orders: &Receiver<Order>,
-    news: &Sender<News>,
-    mut model_args: ModelArgs,
-    mut spec: SpecArgs,
-    cache_ram: usize,
-) {
-    let mut loaded = load(&model_args, &spec, cache_ram, news);
+pub fn work(orders: &Receiver<Order>, news: &Sender<News>, args: &ChatArgs) {
+    let (mut model_args, mut spec) = (args.model.clone(), args.spec.clone());
+    let caches = Caches {
+        ram: args.cache_ram.saturating_mul(1 << 20),
+        disk: (args.cache_disk as u64).saturating_mul(1 << 20),
+    };
+    let mut loaded = load(&model_args, &spec, caches, news);
     while let Ok(order) = orders.recv() {
         match order {
             Order::Load(args) => {
                 // The old model goes first: both may not fit.
                 loaded = None;
                 model_args = args;
-                loaded = load(&model_args, &spec, cache_ram, news).or(loaded);
+                loaded = load(&model_args, &spec, caches, news).or(loaded);
             }
             Order::Spec(depth) => {
                 spec.spec = depth;
@@ -159,26 +171,47 @@ pub fn work(
                     let _ = news.send(News::Failed("no model is loaded".to_owned()));
                     continue;
                 };
-                let _ = news.send(match model.answer(&question, news) {
-                    Ok(ending) => News::Done(Box::new(ending)),
-                    Err(error) => News::Failed(crate::report::error_line(&error)),
-                });
+                match model.answer(&question, news) {
+                    Ok((ending, boundary)) => {
+                        let message = ending.message();
+                        let _ = news.send(News::Done(Box::new(ending)));
+                        // The answer is not kept waiting for it.
+                        model.store(&question, message, boundary, news);
+                    }
+                    Err(error) => {
+                        let _ = news.send(News::Failed(crate::report::error_line(&error)));
+                    }
+                }
             }
         }
     }
 }
 
-fn load(
-    args: &ModelArgs,
-    spec: &SpecArgs,
-    cache_ram: usize,
-    news: &Sender<News>,
-) -> Option<Loaded> {
-    let result = Loaded::new(args, spec, cache_ram, &mut |share| {
+/// Bytes for saved states.
+#[derive(Clone, Copy)]
+struct Caches {
+    ram: usize,
+    disk: u64,
+}
+
+impl Caches {
+    /// Where the states of this session are saved.
+    fn states(self, session: &Session) -> Result<StateCache> {
+        if self.disk == 0 {
+            return Ok(StateCache::new(self.ram));
+        }
+        let store = StateStore::open(&stored::folder()?, self.disk, StateKey::of(session));
+        Ok(StateCache::with_disk(self.ram, store))
+    }
+}
+
+fn load(args: &ModelArgs, spec: &SpecArgs, caches: Caches, news: &Sender<News>) -> Option<Loaded> {
+    let result = Loaded::new(args, spec, caches, &mut |share| {
         let _ = news.send(News::Loading(share));
     });
     match result {
         Ok(loaded) => {
+            publish::loaded(&loaded.engine, &loaded.session, loaded.draft_head());
             let _ = news.send(News::Loaded(Box::new(loaded.facts())));
             Some(loaded)
         }
@@ -193,7 +226,7 @@ impl Loaded {
     fn new(
         args: &ModelArgs,
         spec: &SpecArgs,
-        cache_ram: usize,
+        caches: Caches,
         progress: &mut dyn FnMut(f32),
     ) -> Result<Self> {
         let mut params = model::session_params(args)?;
@@ -209,11 +242,17 @@ impl Loaded {
         let template = ChatTemplate::new(&source)
             .with_context(|| format!("{}: its chat template", file.path().display()))?;
         let (speculation, tuned) = model::speculation(spec, &engine, &tokenizer, &mut params)?;
+        let session = Session::new(engine.clone(), params)?;
+        // Saved states may take what a full context leaves.
+        let caches = Caches {
+            ram: engine.spare().map_or(caches.ram, |n| n.min(caches.ram)),
+            ..caches
+        };
         Ok(Self {
-            session: Session::new(engine.clone(), params)?,
+            states: caches.states(&session)?,
+            caches,
+            session,
             speculator: speculation.map(|params| Speculator::new(params, tuned)),
-            // Saved states may take what a full context leaves.
-            states: StateCache::new(engine.spare().map_or(cache_ram, |n| n.min(cache_ram))),
             engine,
             tokenizer,
             template,
@@ -227,10 +266,14 @@ impl Loaded {
             model::speculation(spec, &self.engine, &self.tokenizer, &mut params)?;
         let session = Session::new(self.engine.clone(), params)?;
         // Without a draft head's state the saved ones have another shape.
-        self.states = StateCache::new(self.states.budget());
+        self.states = self.caches.states(&session)?;
         self.session = session;
         self.speculator = speculation.map(|params| Speculator::new(params, tuned));
         Ok(())
+    }
+
+    fn draft_head(&self) -> &str {
+        model::draft_head(&self.engine, self.speculator.is_some())
     }
 
     fn facts(&self) -> Facts {
@@ -247,39 +290,73 @@ impl Loaded {
             name: name.into_owned(),
             detail: device.name().to_owned(),
             n_ctx: self.session.params().n_ctx.min(config.n_ctx_train.max(1)),
-            mtp: engine.mtp_status().reason.clone(),
+            draft_head: self.draft_head().to_owned(),
             weights: (weights.mapped, weights.copied + weights.repacked),
         }
     }
 
-    fn render(&self, question: &Question, generation: bool) -> Result<String> {
+    fn render(&self, messages: &Value, think: Option<bool>, generation: bool) -> Result<String> {
         let name = |id: Option<u32>| {
             id.map(|id| String::from_utf8_lossy(self.tokenizer.token_bytes(id)).into_owned())
                 .unwrap_or_default()
         };
         self.template
             .render(&RenderOptions {
-                messages: &normalize_messages(&question.messages),
+                messages: &normalize_messages(messages),
                 tools: None,
                 add_generation_prompt: generation,
-                enable_thinking: question.think,
+                enable_thinking: think,
                 bos_token: &name(self.tokenizer.bos()),
                 eos_token: &name(self.tokenizer.eos()),
             })
             .context("rendering the chat template")
     }
 
-    fn answer(&mut self, question: &Question, news: &Sender<News>) -> Result<Ending> {
+    /// Keeps what a restarted program can go on from: the state at the end of the answer, or where the template will
+    /// show the answer in another form in the next turn (without its thinking), the one before it.
+    fn store(&mut self, question: &Question, answer: Value, boundary: usize, news: &Sender<News>) {
+        if !self.states.has_disk() {
+            return;
+        }
+        let stored = self.same_in_next_turn(question, answer).and_then(|same| {
+            let n = if same >= self.session.n_past() {
+                self.session.n_past()
+            } else {
+                boundary
+            };
+            self.states.store(&self.session, n)
+        });
+        let notices = stored.unwrap_or_else(|error| vec![crate::report::error_line(&error)]);
+        for notice in notices {
+            let _ = news.send(News::Notice(notice));
+        }
+    }
+
+    /// How many of the session's tokens the next turn's prompt begins with.
+    fn same_in_next_turn(&self, question: &Question, answer: Value) -> Result<usize> {
+        let mut messages = question.messages.clone();
+        if let Value::Array(list) = &mut messages {
+            list.extend([answer, json!({"role": "user", "content": "?"})]);
+        }
+        let text = self.render(&messages, question.think, true)?;
+        let next = self.tokenizer.encode(&text, true)?;
+        let tokens = self.session.tokens().iter().zip(&next);
+        Ok(tokens.take_while(|(a, b)| a == b).count())
+    }
+
+    /// Answers; returns with the answer up to which token of its prompt a later turn is the same at least.
+    fn answer(&mut self, question: &Question, news: &Sender<News>) -> Result<(Ending, usize)> {
         let tell = |what: News| {
             let _ = news.send(what);
         };
-        let text = self.render(question, true)?;
+        let text = self.render(&question.messages, question.think, true)?;
         let thinking = chat::ends_in_thinking(&text);
         let prompt = self.tokenizer.encode(&text, true)?;
         // A later turn's prompt is the same up to where the answer's own beginning starts.
-        let without = self
-            .tokenizer
-            .encode(&self.render(question, false)?, true)?;
+        let without = self.tokenizer.encode(
+            &self.render(&question.messages, question.think, false)?,
+            true,
+        )?;
         let same = prompt.iter().zip(&without).take_while(|(a, b)| a == b);
         let boundary = same.count();
 
@@ -296,7 +373,10 @@ impl Loaded {
                 &question.cancel,
                 &mut |done, all| {
                     told = done;
-                    tell(News::Prompt(done, all, start.elapsed()));
+                    let time = start.elapsed();
+                    tell(News::Prompt(done, all, time));
+                    let reused = (n - 1).saturating_sub(all);
+                    publish::reading(done, Reading::new(done, reused, time), all);
                 },
             )
             .map_err(GenerateError::from)?;
@@ -319,16 +399,26 @@ impl Loaded {
             ..Request::default()
         };
         let first = Instant::now();
-        let (n_past, snapshots) = (self.session.n_past(), self.states.bytes());
+        let read = Reading::new(n - begun.reused, begun.reused, start.elapsed());
+        let snapshots = self.states.bytes();
         let (bytes, a_token) = (self.session.bytes(), self.session.token_bytes());
-        let mut watch = |speculator: Option<&Speculator>, n_tokens: usize| {
+        let mut watch = |seen: Seen<'_>| {
+            let Seen::Pass {
+                speculator,
+                session,
+                n_tokens,
+            } = seen
+            else {
+                return;
+            };
+            publish::seen(&seen, snapshots);
             tell(News::Pass(Box::new(Figures {
                 n_tokens,
                 decode_time: first.elapsed(),
                 depth: speculator.map(Speculator::depth),
                 stats: speculator.map(Speculator::stats),
-                n_past: n_past + n_tokens,
-                kv_bytes: (n_past + n_tokens) * a_token,
+                n_past: session.n_past(),
+                kv_bytes: session.n_past() * a_token,
                 bytes,
                 snapshots,
             })));
@@ -348,15 +438,17 @@ impl Loaded {
             });
             Ok(())
         })?;
+        publish::answered(&answer, read, &self.session);
         self.states.save(&self.session)?;
-        Ok(Ending {
+        let ending = Ending {
             tps: answer.decode_tps(),
             n_tokens: answer.tokens.len(),
             n_reasoning: answer.n_reasoning,
             reason: answer.finish_reason,
             text: answer.text,
             reasoning: answer.reasoning,
-        })
+        };
+        Ok((ending, boundary))
     }
 }
 
