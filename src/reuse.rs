@@ -166,6 +166,17 @@ impl StateCache {
         Ok(disk.take_notices())
     }
 
+    /// Where memory has no room for the session's state, writes it to the disk at once: later it would be gone.
+    fn store_unsaved(&mut self, session: &Session) -> anyhow::Result<()> {
+        let tokens = session.tokens();
+        let saved = self.snapshots.iter().any(|s| s.tokens() == tokens);
+        match &mut self.disk {
+            Some(disk) if !saved => disk.write(&session.snapshot()?),
+            _ => {}
+        }
+        Ok(())
+    }
+
     /// Processes `prompt` up to its last token, in the session brought there by [`StateCache::begin`], and saves the
     /// state at `boundary`, up to which a later turn's prompt will be the same. `progress` is told tokens processed
     /// and to process. Returns how it began, and the token that is left.
@@ -196,6 +207,7 @@ impl StateCache {
             }
             if session.n_past() == boundary {
                 self.save(session)?;
+                self.store_unsaved(session)?;
             }
         }
         Ok((begun, last))

@@ -119,8 +119,10 @@ fn the_boundary_before_an_answer_is_kept_where_it_is_wanted() {
     let disk = store(folder.path(), 64 * MIB, &again);
     let mut states = StateCache::with_disk(0, disk);
     assert_eq!(ask(&mut states, &mut again, &changed).0, 38);
-    states.store(&again, again.n_past()).unwrap();
+    // What memory has no room for is on disk as soon as the boundary is reached.
     assert_eq!(files(folder.path()).len(), 2);
+    states.store(&again, again.n_past()).unwrap();
+    assert_eq!(files(folder.path()).len(), 3);
     #[cfg(unix)]
     for file in files(folder.path()) {
         use std::os::unix::fs::PermissionsExt as _;
