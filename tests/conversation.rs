@@ -6,9 +6,12 @@ mod support;
 mod variants;
 
 use std::fs;
+use std::path::Path;
+use std::sync::Arc;
 
 use ggml_metal::DType;
 use qrun::conversation::{Conversation, Message, list, path_of};
+use qrun::engine::{Engine, EngineParams};
 use qrun::reuse::StateCache;
 use qrun::session::{Outputs, Session, SessionParams};
 use support::*;
@@ -87,6 +90,16 @@ fn a_conversation_survives_being_killed() {
     for name in ["", "../x", "a/b", ".hidden"] {
         assert!(path_of(folder.path(), name).is_err(), "{name}");
     }
+}
+
+/// On one thread: passes of a few tokens wait for each other where other tests run, too.
+fn engine(path: &Path) -> Arc<Engine> {
+    let params = EngineParams {
+        device: Some("CPU".to_owned()),
+        n_threads: Some(1),
+        ..EngineParams::default()
+    };
+    Engine::load(path, &params, &mut |_, _| {}).unwrap()
 }
 
 fn params() -> SessionParams {

@@ -11,7 +11,7 @@ use std::sync::{Arc, LazyLock, Mutex, PoisonError};
 
 use ggml_metal::DType;
 use proptest::prelude::*;
-use qrun::engine::Engine;
+use qrun::engine::{Engine, EngineParams};
 use qrun::reuse::StateCache;
 use qrun::session::{Outputs, Session, SessionParams};
 use qrun::state::KvTypes;
@@ -19,7 +19,15 @@ use qrun::stored::{StateKey, StateStore};
 use serde_json::Value;
 use support::*;
 
-static ENGINE: LazyLock<Arc<Engine>> = LazyLock::new(|| engine(&demo()));
+/// On one thread: passes of a few tokens wait for each other where other tests run, too.
+static ENGINE: LazyLock<Arc<Engine>> = LazyLock::new(|| {
+    let params = EngineParams {
+        device: Some("CPU".to_owned()),
+        n_threads: Some(1),
+        ..EngineParams::default()
+    };
+    Engine::load(&demo(), &params, &mut |_, _| {}).unwrap()
+});
 
 const MIB: u64 = 1 << 20;
 
