@@ -226,7 +226,7 @@ fn measure(model: &Synthetic, device: Option<&str>, offer: &Offer, rates: &Rates
         model: model.shape.name,
         file_type: model.file_type.name(),
         tok_s: 1.0 / times[TOKENS / 2],
-        expected_tok_s: Reads::of(model)?.plain(rates),
+        expected_tok_s: Reads::of_shape(model)?.plain(rates),
     })
 }
 
