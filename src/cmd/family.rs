@@ -103,9 +103,9 @@ pub fn run(args: &FitArgs) -> Result<Outcome> {
         Some(model) => Some(measure(model, args.device.as_deref(), &offer, &rates)?),
         None => None,
     };
-    let rates = match &trial {
-        Some(trial) => rates.scaled(trial.tok_s / trial.expected_tok_s),
-        None => rates,
+    let corrected = match &trial {
+        Some(trial) => rates.clone().scaled(trial.tok_s / trial.expected_tok_s),
+        None => rates.clone(),
     };
     let mut contexts = args.ctx_size.clone();
     contexts.sort_unstable();
@@ -120,7 +120,7 @@ pub fn run(args: &FitArgs) -> Result<Outcome> {
             &contexts,
             args.device.as_deref(),
             &offer,
-            &rates,
+            &corrected,
         )?);
     }
     let best = best(&rows, &contexts);
