@@ -115,17 +115,18 @@ pub fn load(args: &ModelArgs, needs: &Needs) -> Result<(Arc<Engine>, Tokenizer)>
     loaded
 }
 
-/// As [`load`], but `progress` is told the share that is done, and nothing is printed.
+/// As [`load`], but `progress` is told the share that is done, `say` what is to be known, and nothing is printed.
 ///
 /// # Errors
 /// See [`load`].
 pub fn load_quietly(
     args: &ModelArgs,
     needs: &Needs,
+    say: &mut dyn FnMut(&str),
     progress: &mut dyn FnMut(f32),
 ) -> Result<(Arc<Engine>, Tokenizer)> {
     let path = path_quietly(args.model.as_deref())?;
-    load_from(&path, args, needs, &mut |_| {}, &mut |done, total| {
+    load_from(&path, args, needs, say, &mut |done, total| {
         progress(done as f32 / total.max(1) as f32);
     })
 }

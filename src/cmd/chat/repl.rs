@@ -30,6 +30,7 @@ pub fn run(args: &ChatArgs) -> Result<Outcome> {
         match worker.news.recv().context("the model's thread has ended")? {
             News::Loaded(_) => break,
             News::NotLoaded(error) => bail!("{error}"),
+            News::Notice(text) => report::note(&text),
             _ => {}
         }
     }

@@ -206,7 +206,10 @@ impl Caches {
 }
 
 fn load(args: &ModelArgs, spec: &SpecArgs, caches: Caches, news: &Sender<News>) -> Option<Loaded> {
-    let result = Loaded::new(args, spec, caches, &mut |share| {
+    let mut say = |text: &str| {
+        let _ = news.send(News::Notice(text.to_owned()));
+    };
+    let result = Loaded::new(args, spec, caches, &mut say, &mut |share| {
         let _ = news.send(News::Loading(share));
     });
     match result {
@@ -227,11 +230,12 @@ impl Loaded {
         args: &ModelArgs,
         spec: &SpecArgs,
         caches: Caches,
+        say: &mut dyn FnMut(&str),
         progress: &mut dyn FnMut(f32),
     ) -> Result<Self> {
         let mut params = model::session_params(args)?;
         let needs = model::Needs::of(spec);
-        let (engine, tokenizer) = model::load_quietly(args, &needs, progress)?;
+        let (engine, tokenizer) = model::load_quietly(args, &needs, say, progress)?;
         let file = engine.files().main();
         let source = vocab::chat_template(file).with_context(|| {
             format!(
