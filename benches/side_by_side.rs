@@ -97,7 +97,6 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         },
         mtp: None,
     };
-    let first_tokens = first_tokens(file, args, &params, n_ctx);
     let before = anonymous_kib();
     let start = Instant::now();
     let engine = Engine::load(file, &params, &mut |_, _| {}).unwrap();
@@ -155,7 +154,9 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         "| {name} | decode time outside the graph | {:.2} % | | |",
         100.0 * median(&outside)
     );
-    let (first_ours, first_theirs) = &first_tokens;
+    // Last, and alone: what was loaded before would change memory and caches.
+    drop((session, engine, peer, model));
+    let (first_ours, first_theirs) = &first_tokens(file, args, &params, n_ctx);
     let ratios: Vec<f64> = first_ours
         .iter()
         .zip(first_theirs)

@@ -49,16 +49,12 @@ impl Rates {
         let copy = copy_bandwidth(backend)?;
         let mut weights = Vec::with_capacity(TYPES.len());
         for dtype in TYPES {
-            const N_IN: usize = 4096;
             let n_rows = bytes / dtype.row_bytes(N_IN);
+            let shape = [N_IN as i64, n_rows as i64];
             let mut rates = [0.0; WIDTHS];
             for (i, rate) in rates.iter_mut().enumerate() {
-                let product = |ctx: &Context| {
-                    let w = ctx.new_tensor("w", dtype, &[N_IN as i64, n_rows as i64]);
-                    let x = ctx.input("x", DType::F32, &[N_IN as i64, i as i64 + 1]);
-                    (w.clone(), ctx.mul_mat(&w, &x))
-                };
-                *rate = (n_rows * dtype.row_bytes(N_IN)) as f64 / fastest(backend, product)?;
+                let seconds = fastest(backend, dtype, shape, Some(i as i64 + 1))?;
+                *rate = (n_rows * dtype.row_bytes(N_IN)) as f64 / seconds;
             }
             weights.push((dtype, rates));
         }
@@ -99,6 +95,9 @@ impl Rates {
     }
 }
 
+/// Columns of the matrices that are measured.
+const N_IN: usize = 4096;
+
 /// Bytes well beyond the caches.
 fn sample_bytes(backend: &Backend) -> usize {
     match backend.device().kind() {
@@ -113,29 +112,41 @@ fn sample_bytes(backend: &Backend) -> usize {
 /// When it has not some hundred MiB of memory, or fails.
 pub fn copy_bandwidth(backend: &Backend) -> Result<f64> {
     let bytes = sample_bytes(backend);
-    let n = bytes / size_of::<f32>();
-    let a_copy = |ctx: &Context| {
-        let a = ctx.new_tensor("a", DType::F32, &[4096, (n / 4096) as i64]);
-        (a.clone(), ctx.scale(&a, 1.0))
-    };
-    Ok(2.0 * bytes as f64 / fastest(backend, a_copy)?)
+    let n_rows = bytes / DType::F32.row_bytes(N_IN);
+    let seconds = fastest(backend, DType::F32, [N_IN as i64, n_rows as i64], None)?;
+    Ok(2.0 * bytes as f64 / seconds)
 }
 
-/// The shortest time of one operation, in seconds. `describe` returns what has to be there before, and the result.
+/// The shortest time of one operation on a matrix of `shape`, in seconds: its product with so many vectors, or a copy.
 fn fastest(
     backend: &Backend,
-    describe: impl FnOnce(&Context) -> (ggml_metal::Tensor, ggml_metal::Tensor),
+    dtype: DType,
+    shape: [i64; 2],
+    n_vectors: Option<i64>,
 ) -> Result<f64> {
-    const TIMES: usize = 3;
-    let context = Context::new(8)?;
-    let (_, result) = describe(&context);
-    context.output(&result);
+    // Several in one graph, so that its start hardly counts.
+    const AT_ONCE: usize = 4;
+    const TIMES: usize = 4;
+    let context = Context::new(8 * AT_ONCE)?;
+    let matrix = context.new_tensor("matrix", dtype, &shape);
+    let vectors = n_vectors.map(|n| context.input("vectors", DType::F32, &[shape[0], n]));
+    let mut copy = matrix.clone();
+    for _ in 0..AT_ONCE {
+        match &vectors {
+            Some(vectors) => context.expand(&context.mul_mat(&matrix, vectors)),
+            // Each from the one before, so that no more than two have to be kept.
+            None => copy = context.scale(&copy, 1.0),
+        }
+    }
+    if vectors.is_none() {
+        context.expand(&copy);
+    }
     let mut graph = Graph::new(context, std::slice::from_ref(backend))?;
     let mut best = f64::INFINITY;
     for _ in 0..TIMES {
         let start = Instant::now();
         graph.compute()?;
-        best = best.min(start.elapsed().as_secs_f64());
+        best = best.min(start.elapsed().as_secs_f64() / AT_ONCE as f64);
     }
     Ok(best)
 }

@@ -45,6 +45,18 @@ const TEXT: [u32; 24] = [
     99,
 ];
 
+/// How far results may be from exact ones. CUDA multiplies F32 matrices in TF32, which has 11 bits;
+/// `NVIDIA_TF32_OVERRIDE=0` keeps it from that.
+fn bound(exact: f32) -> f32 {
+    let device = std::env::var("QRUN_TEST_DEVICE").unwrap_or_default();
+    let whole = std::env::var("NVIDIA_TF32_OVERRIDE").is_ok_and(|v| v == "0");
+    if device.starts_with("CUDA") && !whole {
+        10.0 * exact
+    } else {
+        exact
+    }
+}
+
 /// A prompt, narrow passes and a draft; returns the splits of the graph that has most.
 fn splits(engine: &Arc<Engine>) -> usize {
     let mut session = Session::new(engine.clone(), keeping(3)).unwrap();
@@ -107,20 +119,22 @@ fn logits_and_drafts_equal_the_goldens() {
                     for (&id, &golden) in ids.iter().zip(&golden) {
                         worst = worst.max((row[id as usize] - golden).abs());
                     }
-                    flips += usize::from(golden[0] - golden[1] > 0.05 && argmax(row) != ids[0]);
+                    let sure = golden[0] - golden[1] > bound(0.05);
+                    flips += usize::from(sure && argmax(row) != ids[0]);
                     n += 1;
                 }
             }
         }
         println!("{name}: {n} rows, largest difference {worst:.2e}, {flips} other best tokens");
-        assert!(n > 200 && worst < 3e-2, "{name}: {worst}");
+        assert!(n > 200 && worst < bound(3e-2), "{name}: {worst}");
         assert_eq!(flips, 0, "{name}");
     }
 }
 
 #[test]
 fn greedy_text_equals_the_goldens() {
-    for (name, margin) in [("tiny-dense", 0.02), ("tiny-moe", 0.02)] {
+    for name in ["tiny-dense", "tiny-moe"] {
+        let margin = bound(0.02);
         let Some((path, goldens)) = tiny(name) else {
             return;
         };
@@ -175,10 +189,7 @@ fn a_rejected_draft_leaves_no_trace() {
         plain.eval(&TEXT[..8], Outputs::None, &never()).unwrap();
         plain.eval(&TEXT[8..kept], Outputs::All, &never()).unwrap();
         let expected = plain.eval(&TEXT[16..20], Outputs::All, &never()).unwrap();
-        // Passes of other widths run other kernels; a state one token off is far beyond this.
         let difference = max_diff(&after, expected);
-        println!("{rejected} rejected: largest difference {difference:.2e}");
-        assert!(difference < 0.1, "{rejected} rejected: {difference}");
 
         let mut wrong = Session::new(engine.clone(), keeping(4)).unwrap();
         wrong.eval(&TEXT[..8], Outputs::None, &never()).unwrap();
@@ -186,7 +197,15 @@ fn a_rejected_draft_leaves_no_trace() {
             .eval(&TEXT[8..kept - 1], Outputs::All, &never())
             .unwrap();
         let wrong = wrong.eval(&TEXT[16..20], Outputs::All, &never()).unwrap();
-        assert!(max_diff(&after, wrong) > 0.5, "the bound sees nothing");
+        let one_off = max_diff(&after, wrong);
+        println!(
+            "{rejected} rejected: difference {difference:.2e}, of a state one off {one_off:.2e}"
+        );
+        // Passes of other widths run other kernels, which round in another way.
+        assert!(
+            difference < one_off / 8.0,
+            "{rejected} rejected: {difference}"
+        );
     }
 }
 
