@@ -127,19 +127,38 @@ fn fastest(
     // Several in one graph, so that its start hardly counts.
     const AT_ONCE: usize = 4;
     const TIMES: usize = 4;
-    let context = Context::new(8 * AT_ONCE)?;
-    let matrix = context.new_tensor("matrix", dtype, &shape);
-    let vectors = n_vectors.map(|n| context.input("vectors", DType::F32, &[shape[0], n]));
-    let mut copy = matrix.clone();
-    for _ in 0..AT_ONCE {
-        match &vectors {
-            Some(vectors) => context.expand(&context.mul_mat(&matrix, vectors)),
-            // Each from the one before, so that no more than two have to be kept.
-            None => copy = context.scale(&copy, 1.0),
+    let filled = |name: &str| -> Result<ggml_metal::Tensor> {
+        let memory = Context::new(1)?;
+        let matrix = memory.new_tensor(name, dtype, &shape);
+        memory.allocate(backend, "a matrix to measure with")?;
+        // Memory that was never written to is one page of zeros in the cache.
+        let row: Vec<f32> = (0..shape[0]).map(|i| (i as f32).sin()).collect();
+        let row = dtype.quantize(&row, shape[0] as usize, None)?;
+        let rows = row.repeat((shape[1] as usize).min(1024));
+        for (start, n) in (0..matrix.bytes())
+            .step_by(rows.len())
+            .map(|start| (start, rows.len().min(matrix.bytes() - start)))
+        {
+            matrix.write_bytes(start, &rows[..n])?;
         }
-    }
-    if vectors.is_none() {
-        context.expand(&copy);
+        Ok(matrix)
+    };
+    let matrix = filled("matrix")?;
+    let context = Context::new(8 * AT_ONCE)?;
+    match n_vectors {
+        Some(n) => {
+            let vectors = context.input("vectors", DType::F32, &[shape[0], n]);
+            for _ in 0..AT_ONCE {
+                context.expand(&context.mul_mat(&matrix, &vectors));
+            }
+        }
+        None => {
+            let other = filled("other")?;
+            for _ in 0..AT_ONCE / 2 {
+                context.expand(&context.cpy(&matrix, &other));
+                context.expand(&context.cpy(&other, &matrix));
+            }
+        }
     }
     let mut graph = Graph::new(context, std::slice::from_ref(backend))?;
     let mut best = f64::INFINITY;
