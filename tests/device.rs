@@ -45,13 +45,12 @@ const TEXT: [u32; 24] = [
     99,
 ];
 
-/// How far results may be from exact ones. CUDA multiplies F32 matrices in TF32, which has 11 bits;
-/// `NVIDIA_TF32_OVERRIDE=0` keeps it from that.
+/// How far results of wide passes may be from exact ones: CUDA multiplies F32 matrices in TF32 there, which has 11
+/// bits.
 fn bound(exact: f32) -> f32 {
     let device = std::env::var("QRUN_TEST_DEVICE").unwrap_or_default();
-    let whole = std::env::var("NVIDIA_TF32_OVERRIDE").is_ok_and(|v| v == "0");
-    if device.starts_with("CUDA") && !whole {
-        10.0 * exact
+    if device.starts_with("CUDA") {
+        100.0 * exact
     } else {
         exact
     }
@@ -83,6 +82,33 @@ fn the_device_computes_whole_graphs() {
     }
 }
 
+/// Narrow passes of which only the state is wanted, as at the end of a prompt that is saved: their graphs end in the
+/// last layer.
+#[test]
+fn passes_without_outputs_leave_the_same_state() {
+    let others = ["tiny-dense", "tiny-moe", "tiny-dense-untied"];
+    let others = others.iter().filter_map(|name| Some(tiny(name)?.0));
+    for path in std::iter::once(demo()).chain(others) {
+        let Some(engine) = on_device(&path) else {
+            return;
+        };
+        for width in [1, 4, 16] {
+            let logits = |outputs: Outputs| {
+                let mut session = Session::new(engine.clone(), SessionParams::default()).unwrap();
+                for chunk in TEXT[..16].chunks(width) {
+                    session.eval(chunk, outputs, &never()).unwrap();
+                }
+                session
+                    .eval(&TEXT[16..17], Outputs::Last, &never())
+                    .unwrap()
+                    .to_vec()
+            };
+            let difference = max_diff(&logits(Outputs::None), &logits(Outputs::All));
+            assert!(difference < bound(1e-3), "{}: {difference}", path.display());
+        }
+    }
+}
+
 /// Its attention heads of 32 have no kernel on some devices; the CPU takes that part.
 #[test]
 fn what_the_device_lacks_is_computed_elsewhere() {
@@ -106,7 +132,12 @@ fn logits_and_drafts_equal_the_goldens() {
         let n_vocab = engine.config().n_vocab as usize;
         let (mut worst, mut flips, mut n) = (0f32, 0, 0);
         for prompt in goldens["prompts"].as_array().unwrap() {
-            let mut session = Session::new(engine.clone(), keeping(0)).unwrap();
+            // One token a pass: wider ones may be multiplied with fewer bits.
+            let params = SessionParams {
+                n_batch: 1,
+                ..keeping(0)
+            };
+            let mut session = Session::new(engine.clone(), params).unwrap();
             let (logits, head) = session
                 .eval_with_head(&ids(&prompt["ids"]), &never())
                 .unwrap();
@@ -119,14 +150,14 @@ fn logits_and_drafts_equal_the_goldens() {
                     for (&id, &golden) in ids.iter().zip(&golden) {
                         worst = worst.max((row[id as usize] - golden).abs());
                     }
-                    let sure = golden[0] - golden[1] > bound(0.05);
+                    let sure = golden[0] - golden[1] > 0.05;
                     flips += usize::from(sure && argmax(row) != ids[0]);
                     n += 1;
                 }
             }
         }
         println!("{name}: {n} rows, largest difference {worst:.2e}, {flips} other best tokens");
-        assert!(n > 200 && worst < bound(3e-2), "{name}: {worst}");
+        assert!(n > 200 && worst < 3e-2, "{name}: {worst}");
         assert_eq!(flips, 0, "{name}");
     }
 }
@@ -134,7 +165,6 @@ fn logits_and_drafts_equal_the_goldens() {
 #[test]
 fn greedy_text_equals_the_goldens() {
     for name in ["tiny-dense", "tiny-moe"] {
-        let margin = bound(0.02);
         let Some((path, goldens)) = tiny(name) else {
             return;
         };
@@ -143,11 +173,15 @@ fn greedy_text_equals_the_goldens() {
         };
         let mut compared = 0;
         for prompt in goldens["prompts"].as_array().unwrap() {
-            let mut session = Session::new(engine.clone(), SessionParams::default()).unwrap();
+            let params = SessionParams {
+                n_batch: 1,
+                ..SessionParams::default()
+            };
+            let mut session = Session::new(engine.clone(), params).unwrap();
             let mut tokens = ids(&prompt["ids"]);
             let (greedy, margins) = (ids(&prompt["greedy"]), floats(&prompt["margin"]));
             for (&golden, &sure) in greedy.iter().zip(&margins) {
-                if sure < margin {
+                if sure < 0.02 {
                     break;
                 }
                 // The device finds the best token itself, where it can.

@@ -190,11 +190,17 @@ impl TrunkGraph {
             .named("embd");
         let mut x = embd.clone(); // [n_embd, n_tokens]
         for (il, layer) in model.layers.iter().enumerate() {
+            let state = &state.layers[il];
             // The last layer's positions that nobody reads end at its attention.
             let last = il + 1 == model.layers.len() && shape.head == HeadPass::Off;
             let keep = out_rows.as_ref().filter(|_| last);
-            let state = &state.layers[il];
-            x = pass.layer(layer, &config.layers[il], state, &x, keep, il);
+            let mixed = pass.mix(layer, &config.layers[il], state, &x, keep, il);
+            if last && shape.n_outputs == 0 && observer.is_none() {
+                // Only its state is wanted. A router at a graph's very end would also lead ggml's CUDA backend, which
+                // looks for operations to fuse, beyond the graph's nodes.
+                break;
+            }
+            x = pass.feed_forward(layer, &mixed, il);
         }
         let hidden = pass.rms_norm(&x, &model.output_norm).named("result_norm");
 
@@ -725,8 +731,8 @@ impl Pass<'_> {
         self.ctx.mul(&normed, weight)
     }
 
-    /// One decoder layer. `keep` picks the rows that go on after the first half.
-    fn layer(
+    /// The first half of a layer: norm, what mixes positions, residual. `keep` picks the rows that go on after it.
+    fn mix(
         &self,
         w: &Layer<Tensor>,
         config: &LayerConfig,
@@ -748,10 +754,8 @@ impl Pass<'_> {
             }
             _ => unreachable!("state and weights are made from the same configuration"),
         };
-        let x = ctx
-            .add(&mixed, &self.kept(x, keep))
-            .named(format!("attn_residual-{il}"));
-        self.feed_forward(w, &x, il)
+        ctx.add(&mixed, &self.kept(x, keep))
+            .named(format!("attn_residual-{il}"))
     }
 
     /// The second half of a layer: norm, feed-forward, residual.
@@ -1011,6 +1015,8 @@ impl Pass<'_> {
             // Its outputs and states lie where the states are kept.
             let start = state.outputs_start(n as usize) * element;
             ctx.place(&out, &state.memory, start);
+            // Also where nobody reads the outputs.
+            ctx.expand(&out);
         } else {
             // The new state follows the outputs. The copy comes first after the operation: Metal and CUDA fuse it.
             let n_out = (size * n_v * n * N_SEQS) as usize;
