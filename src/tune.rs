@@ -61,12 +61,6 @@ impl TuneKey {
     /// The key of a loaded model.
     pub fn of(engine: &Engine) -> Self {
         let backend = &engine.backends()[0];
-        let weights = engine.weight_bytes();
-        let layout = match (weights.repacked, weights.copied > weights.mapped) {
-            (0, false) => "mapped",
-            (0, true) => "copied",
-            _ => "repacked",
-        };
         Self {
             model: identity(engine.files().main()),
             device: format!(
@@ -75,7 +69,7 @@ impl TuneKey {
                 backend.device().description()
             ),
             threads: backend.n_threads(),
-            layout: layout.to_owned(),
+            layout: engine.weight_bytes().layout().to_owned(),
             version: version(),
         }
     }

@@ -35,6 +35,17 @@ pub struct WeightBytes {
     pub host_copied: usize,
 }
 
+impl WeightBytes {
+    /// Where most of them lie, in a word: `mapped`, `copied`, or `repacked` where there are repacked ones.
+    pub fn layout(&self) -> &'static str {
+        match (self.repacked, self.copied > self.mapped) {
+            (0, false) => "mapped",
+            (0, true) => "copied",
+            _ => "repacked",
+        }
+    }
+}
+
 /// Which matrices are copied to a layout made for this CPU, where it has one.
 #[derive(Clone, Copy, PartialEq, Eq, Debug, Default)]
 pub enum Repack {

@@ -362,7 +362,6 @@ impl Bench<'_> {
     ) -> Row {
         let files = self.engine.files();
         let backend = &self.engine.backends()[0];
-        let weights = self.engine.weight_bytes();
         let (n_prompt, n_gen) = test.work.counts();
         let path = files.main().path().display().to_string();
         let mut row = Row {
@@ -394,12 +393,7 @@ impl Bench<'_> {
                 ggml_metal::ggml_version()
             ),
             device: backend.device().name().to_owned(),
-            layout: match (weights.repacked, weights.copied > weights.mapped) {
-                (0, false) => "mapped",
-                (0, true) => "copied",
-                _ => "repacked",
-            }
-            .to_owned(),
+            layout: self.engine.weight_bytes().layout().to_owned(),
             splits: 1,
             test: test.work.name(),
             spec: match test.work {
