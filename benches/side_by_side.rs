@@ -1,6 +1,8 @@
 //! qrun against llama.cpp in one process: the same file, the same ggml, the same threads, turn and turn about.
 //!
-//! `cargo bench --bench side_by_side -- [--repack] [-p N] [-n N] [-r N] [-t N] [--json OUT] FILE...`
+//! `cargo bench --bench side_by_side -- [--device D] [--repack] [-p N] [-n N] [-r N] [-t N] [--json OUT] FILE...`
+//!
+//! A file may be `synthetic:SHAPE[:TYPE]`, which is written to the folder for temporary files first.
 //!
 //! Each repetition clears both, reads a prompt and decodes greedily; qrun and llama.cpp take turns at going first.
 //! llama.cpp loads as it does by default (mapped, then repacked for this CPU); `--repack` makes qrun repack too.
@@ -12,8 +14,9 @@ use std::time::{Duration, Instant};
 
 use clap::Parser;
 use ggml_metal::peer::{PeerContext, PeerModel, PeerOptions, PeerParams};
-use ggml_metal::{Backend, DType, Repack, find_device, performance_cores};
+use ggml_metal::{Backend, DType, Device, Repack, find_device, performance_cores};
 use qrun::engine::{Engine, EngineParams};
+use qrun::model::shapes::{Fill, Synthetic};
 use qrun::session::{CancelToken, Outputs, Session, SessionParams};
 use serde_json::json;
 
@@ -33,6 +36,9 @@ struct Args {
     /// Threads [default: performance cores]
     #[arg(short, long)]
     threads: Option<usize>,
+    /// The device that both compute on
+    #[arg(long, default_value = "CPU")]
+    device: String,
     /// Let qrun repack weights too
     #[arg(long)]
     repack: bool,
@@ -61,8 +67,9 @@ fn main() {
     }
     let n_threads = args.threads.unwrap_or_else(performance_cores);
     println!(
-        "qrun {} | {n_threads} threads | prompt {}, decode {}, {} repetitions | qrun {}, llama.cpp repacked",
+        "qrun {} | {} | {n_threads} threads | prompt {}, decode {}, {} repetitions | qrun {}, llama.cpp repacked",
         *qrun::VERSION,
+        args.device,
         args.prompt,
         args.n_decode,
         args.repetitions,
@@ -86,9 +93,24 @@ fn main() {
 }
 
 fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
+    let synthetic = Synthetic::parse(file).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let written = folder.path().join("model.gguf");
+    let (file, name) = match synthetic {
+        Some(model) => {
+            let gguf = model.make(Fill::All).unwrap();
+            std::fs::write(&written, gguf.map().bytes()).unwrap();
+            (&*written, model.name())
+        }
+        None => (
+            file,
+            file.file_name().unwrap().to_string_lossy().into_owned(),
+        ),
+    };
+    let device = find_device(Some(&args.device)).unwrap();
     let n_ctx = args.prompt + args.n_decode + 1;
     let params = EngineParams {
-        device: Some("CPU".to_owned()),
+        device: Some(args.device.clone()),
         n_threads: Some(n_threads),
         repack: if args.repack {
             Repack::Beside
@@ -112,9 +134,10 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
 
     let before = anonymous_kib();
     let start = Instant::now();
-    let model = peer_model(file);
+    let model = peer_model(file, device);
     let their_load = start.elapsed();
-    let mut peer = PeerContext::new(&model, &engine.backends()[0], &peer_params(n_ctx)).unwrap();
+    let cpu = engine.backends().last().unwrap();
+    let mut peer = PeerContext::new(&model, cpu, &peer_params(n_ctx)).unwrap();
     theirs(&mut peer, &prompt, 8);
     let their_memory = anonymous_kib() - before;
 
@@ -129,7 +152,6 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         }
     }
 
-    let name = file.file_name().unwrap().to_string_lossy().into_owned();
     let row = |what: &str, n: usize, of: &dyn Fn(&Run) -> Duration| {
         let rate = |r: &Run| n as f64 / of(r).as_secs_f64();
         let (ours, theirs): (Vec<f64>, Vec<f64>) =
@@ -205,9 +227,10 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     })
 }
 
-fn peer_model(file: &Path) -> PeerModel {
+fn peer_model(file: &Path, device: Device) -> PeerModel {
     let options = PeerOptions {
         repack: true,
+        device: Some(device),
         ..PeerOptions::default()
     };
     PeerModel::load(file, &options).unwrap()
@@ -237,8 +260,7 @@ fn first_tokens(
     n_ctx: usize,
 ) -> (Vec<f64>, Vec<f64>) {
     let (mut a, mut b) = (Vec::new(), Vec::new());
-    // The first round reads the file and is not counted. The peer computes with our threads.
-    let threads = Backend::new(find_device(Some("CPU")).unwrap(), params.n_threads).unwrap();
+    // The first round reads the file and is not counted.
     for round in 0..=args.repetitions.min(5) {
         let start = Instant::now();
         let engine = Engine::load(file, params, &mut |_, _| {}).unwrap();
@@ -253,7 +275,10 @@ fn first_tokens(
         drop((session, engine));
 
         let start = Instant::now();
-        let model = peer_model(file);
+        // Each side starts its own threads.
+        let cpu = find_device(Some("CPU")).unwrap();
+        let threads = Backend::new(cpu, params.n_threads).unwrap();
+        let model = peer_model(file, device);
         let mut peer = PeerContext::new(&model, &threads, &peer_params(n_ctx)).unwrap();
         theirs(&mut peer, &prompt, 0);
         if round > 0 {

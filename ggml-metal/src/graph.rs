@@ -26,7 +26,8 @@ const SPARE_TENSORS: usize = 4;
 // SAFETY: all state is owned; only sharing between threads (Sync) is ruled out, by the cells.
 unsafe impl Send for Context {}
 
-/// `GGML_ROPE_TYPE_IMROPE` of ggml.h, a macro that the bindings leave out.
+/// `GGML_ROPE_TYPE_NEOX` and `GGML_ROPE_TYPE_IMROPE` of ggml.h, macros that the bindings leave out.
+const ROPE_TYPE_NEOX: i32 = 2;
 const ROPE_TYPE_IMROPE: i32 = 40;
 
 /// Numbers of a rotary position embedding over four position rows (ggml's interleaved M-RoPE).
@@ -40,6 +41,24 @@ pub struct Rope {
     pub freq_base: f32,
     /// Context length the model was trained with.
     pub n_ctx_orig: i32,
+}
+
+impl Rope {
+    /// How many position rows text needs: along time, height and width it moves alike, so that one serves for all of
+    /// them, unless some pair turns with the fourth. Which row a pair turns with is ggml's rule for interleaved
+    /// sections.
+    pub fn n_rows(&self) -> usize {
+        let all: i32 = self.sections.iter().sum();
+        let alike = |pair: i32| {
+            let place = pair % all.max(1);
+            place < 3 * self.sections[(place % 3) as usize]
+        };
+        if (0..self.n_dims / 2).all(alike) {
+            1
+        } else {
+            4
+        }
+    }
 }
 
 impl Context {
@@ -612,10 +631,12 @@ impl Context {
         })
     }
 
-    /// Rotary embedding of `a` `[head_dim, n_head, n_tokens]` at `positions` `[4 * n_tokens]` of I32.
+    /// Rotary embedding of `a` `[head_dim, n_head, n_tokens]` at `positions`, I32: one row of `n_tokens` where
+    /// [`Rope::n_rows`] says so, which devices can fuse with a norm before it, else four.
     pub fn rope(&self, a: &Tensor, positions: &Tensor, rope: &Rope) -> Tensor {
+        let n_rows = rope.n_rows();
         let fits = positions.dtype() == DType::I32
-            && positions.n_elements() as i64 == 4 * a.ne(2)
+            && positions.n_elements() as i64 == n_rows as i64 * a.ne(2)
             && rope.n_dims > 0
             && rope.n_dims % 2 == 0
             && i64::from(rope.n_dims) <= a.ne(0)
@@ -623,7 +644,12 @@ impl Context {
             && rope.sections.iter().all(|&n| n >= 0)
             && a.ne(3) == 1;
         let mut sections = rope.sections;
-        // SAFETY: see get_rows; sections holds the four numbers that ggml reads.
+        let mode = if n_rows == 1 {
+            ROPE_TYPE_NEOX
+        } else {
+            ROPE_TYPE_IMROPE
+        };
+        // SAFETY: see get_rows; sections holds the four numbers that ggml reads in the mode that has any.
         self.op("rope", &[a, positions], fits, |c| unsafe {
             ggml::ggml_rope_multi(
                 c,
@@ -632,7 +658,7 @@ impl Context {
                 std::ptr::null_mut(),
                 rope.n_dims,
                 sections.as_mut_ptr(),
-                ROPE_TYPE_IMROPE,
+                mode,
                 rope.n_ctx_orig,
                 rope.freq_base,
                 1.0,
@@ -786,6 +812,24 @@ unsafe fn suits_one(graph: *mut ggml::ggml_cgraph, backend: &Backend) -> bool {
     }
 }
 
+/// Has a scheduler keep the graph's inputs where they are used: it puts what is marked as an input into the CPU's memory
+/// and copies it for each computation. The mark is not needed otherwise, since all tensors that no operation computes
+/// get memory before those that one does.
+///
+/// # Safety
+/// The graph must be alive, and nothing else may use its tensors meanwhile.
+unsafe fn keep_inputs(graph: *mut ggml::ggml_cgraph) {
+    // SAFETY: the caller's promise; nodes and their sources live as long as the graph's context.
+    unsafe {
+        for i in 0..ggml::ggml_graph_n_nodes(graph) {
+            let node = ggml::ggml_graph_node(graph, i);
+            for &src in (*node).src.iter().filter(|src| !src.is_null()) {
+                (*src).flags &= !(ggml::GGML_TENSOR_FLAG_INPUT as i32);
+            }
+        }
+    }
+}
+
 /// True where `small` can be repeated to the shape of `large`.
 fn repeats(small: &Tensor, large: &Tensor) -> bool {
     small.dtype() == large.dtype() && (0..4).all(|i| large.ne(i) % small.ne(i) == 0)
@@ -816,10 +860,15 @@ pub struct Graph {
     bytes: Vec<u8>,
 }
 
-/// A graph that the first backend can compute as a whole needs only an allocator; else a scheduler splits it between
-/// the backends. A scheduler holds one allocated graph, so each graph has its own.
+/// Where a graph's intermediate results lie, and who computes it. A scheduler holds one allocated graph, so each graph
+/// has its own.
 enum Allocator {
+    /// The only backend is the CPU's, which computes nodes in the order in which they were described.
     Single(ggml::ggml_gallocr_t),
+    /// The first backend computes all of it. The scheduler let that backend reorder the nodes and keep apart what its
+    /// fused kernels read and write, and owns the memory; it takes no part in computing.
+    Whole(ggml::ggml_backend_sched_t),
+    /// The scheduler splits it between the backends.
     Split(ggml::ggml_backend_sched_t),
     /// Nothing: bytes for each backend, and parts that the graph falls into.
     Planned(Vec<usize>, usize),
@@ -834,7 +883,9 @@ impl Drop for Graph {
         unsafe {
             match self.allocator {
                 Allocator::Single(allocator) => ggml::ggml_gallocr_free(allocator),
-                Allocator::Split(scheduler) => ggml::ggml_backend_sched_free(scheduler),
+                Allocator::Whole(scheduler) | Allocator::Split(scheduler) => {
+                    ggml::ggml_backend_sched_free(scheduler);
+                }
                 Allocator::Planned(..) => {}
             }
         }
@@ -860,7 +911,7 @@ impl Graph {
         // SAFETY: backends, context and graph are alive and stay so with the returned value; the scheduler
         // copies the list of backends.
         let (allocator, allocated) = unsafe {
-            if backends.len() == 1 || suits_one(raw, first) {
+            if backends.len() == 1 {
                 let allocator = ggml::ggml_gallocr_new(first.buffer_type());
                 if first.plans() {
                     let mut bytes = [0];
@@ -878,6 +929,10 @@ impl Graph {
                     (Allocator::Single(allocator), done)
                 }
             } else {
+                let whole = suits_one(raw, first);
+                if whole {
+                    keep_inputs(raw);
+                }
                 let mut list: Vec<_> = backends.iter().map(Backend::raw).collect();
                 let scheduler = ggml::ggml_backend_sched_new(
                     list.as_mut_ptr(),
@@ -895,7 +950,11 @@ impl Graph {
                     (Allocator::Planned(bytes, n_splits), true)
                 } else {
                     let done = ggml::ggml_backend_sched_alloc_graph(scheduler, raw);
-                    (Allocator::Split(scheduler), done)
+                    if whole && ggml::ggml_backend_sched_get_n_splits(scheduler) == 1 {
+                        (Allocator::Whole(scheduler), done)
+                    } else {
+                        (Allocator::Split(scheduler), done)
+                    }
                 }
             }
         };
@@ -961,13 +1020,15 @@ impl Graph {
             unsafe {
                 let (to, from) = (tensor.as_ptr(), bytes.as_ptr().cast());
                 match self.allocator {
-                    Allocator::Single(_) => ggml::ggml_backend_tensor_set_async(
-                        self.backends[0].raw(),
-                        to,
-                        from,
-                        0,
-                        bytes.len(),
-                    ),
+                    Allocator::Single(_) | Allocator::Whole(_) => {
+                        ggml::ggml_backend_tensor_set_async(
+                            self.backends[0].raw(),
+                            to,
+                            from,
+                            0,
+                            bytes.len(),
+                        )
+                    }
                     Allocator::Split(_) => {
                         ggml::ggml_backend_tensor_set(to, from, 0, bytes.len());
                     }
@@ -998,13 +1059,15 @@ impl Graph {
             unsafe {
                 let (to, bytes) = (part.as_mut_ptr().cast(), size_of_val(part));
                 match self.allocator {
-                    Allocator::Single(_) => ggml::ggml_backend_tensor_get_async(
-                        self.backends[0].raw(),
-                        tensor.as_ptr(),
-                        to,
-                        0,
-                        bytes,
-                    ),
+                    Allocator::Single(_) | Allocator::Whole(_) => {
+                        ggml::ggml_backend_tensor_get_async(
+                            self.backends[0].raw(),
+                            tensor.as_ptr(),
+                            to,
+                            0,
+                            bytes,
+                        )
+                    }
                     Allocator::Split(_) => {
                         ggml::ggml_backend_tensor_get(tensor.as_ptr(), to, 0, bytes);
                     }
@@ -1031,7 +1094,7 @@ impl Graph {
         let status = unsafe {
             match self.allocator {
                 Allocator::Planned(..) => ggml::GGML_STATUS_FAILED,
-                Allocator::Single(_) => {
+                Allocator::Single(_) | Allocator::Whole(_) => {
                     ggml::ggml_backend_graph_compute(self.backends[0].raw(), self.raw)
                 }
                 Allocator::Split(scheduler) => {
@@ -1058,7 +1121,7 @@ impl Graph {
     /// Parts that the graph falls into; 1 where one device computes all of it.
     pub fn n_splits(&self) -> usize {
         match self.allocator {
-            Allocator::Single(_) => 1,
+            Allocator::Single(_) | Allocator::Whole(_) => 1,
             Allocator::Planned(_, n_splits) => n_splits,
             // SAFETY: the scheduler is alive.
             Allocator::Split(scheduler) => unsafe {
@@ -1080,7 +1143,7 @@ impl Graph {
                 Allocator::Single(allocator) => {
                     vec![ggml::ggml_gallocr_get_buffer_size(*allocator, 0)]
                 }
-                Allocator::Split(scheduler) => self
+                Allocator::Whole(scheduler) | Allocator::Split(scheduler) => self
                     .backends
                     .iter()
                     .map(|b| ggml::ggml_backend_sched_get_buffer_size(*scheduler, b.raw()))
@@ -1113,21 +1176,45 @@ mod tests {
 
     #[test]
     fn a_graph_computes_again_with_new_inputs() {
-        let context = Context::new(16).unwrap();
-        let w = context.input("w", DType::F32, &[2, 2]);
-        let x = context.input("x", DType::F32, &[2, 1]);
-        let y = context.mul_mat(&w, &x);
-        context.output(&y);
-        let mut graph = Graph::new(context, &[cpu()]).unwrap();
-        w.write(&[1.0f32, 2.0, 3.0, 4.0]).unwrap();
-        for (input, expected) in [([1.0f32, 1.0], [3.0f32, 7.0]), ([0.0, 2.0], [4.0, 8.0])] {
-            x.write(&input).unwrap();
-            graph.compute().unwrap();
-            let mut out = [0f32; 2];
-            y.read(0, &mut out).unwrap();
-            assert_eq!(out, expected);
+        // Alone, and as the first of two that could compute everything.
+        for backends in [vec![cpu()], vec![cpu(), cpu()]] {
+            let context = Context::new(16).unwrap();
+            let w = context.input("w", DType::F32, &[2, 2]);
+            let x = context.input("x", DType::F32, &[2, 1]);
+            let y = context.mul_mat(&w, &x);
+            context.output(&context.silu(&context.silu(&y)));
+            context.output(&y);
+            let mut graph = Graph::new(context, &backends).unwrap();
+            for (input, expected) in [([1.0f32, 1.0], [3.0f32, 7.0]), ([0.0, 2.0], [4.0, 8.0])] {
+                graph.stage(&w, &[1.0f32, 2.0, 3.0, 4.0]).unwrap();
+                graph.stage(&x, &input).unwrap();
+                graph.compute().unwrap();
+                let mut out: Vec<f32> = Vec::new();
+                graph.read(&[y.clone()], &mut out).unwrap();
+                assert_eq!(out, expected);
+            }
+            assert_eq!(graph.n_splits(), 1);
+            let memory = graph.compute_bytes_each();
+            assert!(
+                memory[0] > 0 && memory[1..].iter().all(|&n| n == 0),
+                "{memory:?}"
+            );
         }
-        assert_eq!(graph.n_splits(), 1);
+    }
+
+    #[test]
+    fn text_needs_one_position_row_unless_a_pair_turns_with_the_fourth() {
+        let rope = |n_dims, sections| Rope {
+            n_dims,
+            sections,
+            freq_base: 1e7,
+            n_ctx_orig: 64,
+        };
+        assert_eq!(rope(64, [11, 11, 10, 0]).n_rows(), 1);
+        assert_eq!(rope(32, [6, 5, 5, 0]).n_rows(), 1);
+        assert_eq!(rope(64, [8, 8, 8, 8]).n_rows(), 4);
+        // Pair 4 would be the second that turns with height.
+        assert_eq!(rope(16, [3, 1, 1, 3]).n_rows(), 4);
     }
 
     #[test]
@@ -1174,13 +1261,20 @@ mod tests {
             freq_base: 1e4,
             n_ctx_orig: 64,
         };
-        let turned = |c: &Context, sections| {
+        let turned = |c: &Context, sections, n_positions| {
             let a = c.input("a", DType::F32, &[8, 1, 1]);
-            c.rope(&a, &c.input("p", DType::I32, &[4]), &rope(sections))
+            c.rope(
+                &a,
+                &c.input("p", DType::I32, &[n_positions]),
+                &rope(sections),
+            )
         };
-        assert!(!refused(&|c| turned(c, [2, 1, 1, 0])));
-        assert!(refused(&|c| turned(c, [4, 4, 4, 0])));
-        assert!(refused(&|c| turned(c, [0; 4])));
+        assert!(!refused(&|c| turned(c, [2, 1, 1, 0], 1)));
+        assert!(refused(&|c| turned(c, [2, 1, 1, 0], 4)));
+        assert!(!refused(&|c| turned(c, [1, 1, 1, 1], 4)));
+        assert!(refused(&|c| turned(c, [1, 1, 1, 1], 1)));
+        assert!(refused(&|c| turned(c, [4, 4, 4, 0], 1)));
+        assert!(refused(&|c| turned(c, [0; 4], 4)));
     }
 
     #[test]

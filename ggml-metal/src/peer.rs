@@ -1,17 +1,16 @@
 //! llama.cpp in the same process: the peer that tests and benches compare with. Not part of the product.
 //!
-//! Models, contexts and samplers of llama.cpp, on the CPU only, behind the little that a comparison needs. A
-//! context computes with the threads of a [`Backend`] given to it, so that both sides run on one thread pool, and
-//! holds the compute lock meanwhile. Its log goes where ggml's goes, which is nowhere by default.
+//! Models, contexts and samplers of llama.cpp behind the little that a comparison needs. A context computes with the
+//! threads of a [`Backend`] given to it, so that both sides run on one thread pool, and holds the compute lock meanwhile. Its log goes where ggml's goes, which is nowhere by default.
 
 use std::ffi::CString;
 use std::path::Path;
 use std::sync::Arc;
 
-use crate::{Backend, DType, Error, exclusive, log};
+use crate::{Backend, DType, Device, DeviceKind, Error, exclusive, log};
 
 /// How the peer loads a model.
-#[derive(Clone, Copy, Debug)]
+#[derive(Clone, Copy)]
 pub struct PeerOptions {
     /// Copy matrices to a layout made for this CPU, llama.cpp's default.
     pub repack: bool,
@@ -19,15 +18,18 @@ pub struct PeerOptions {
     pub mmap: bool,
     /// Load the draft head, too.
     pub mtp: bool,
+    /// Where everything is computed; the CPU where there is none.
+    pub device: Option<Device>,
 }
 
 impl Default for PeerOptions {
-    /// All weights used in place, without the draft head.
+    /// All weights used in place on the CPU, without the draft head.
     fn default() -> Self {
         Self {
             repack: false,
             mmap: true,
             mtp: false,
+            device: None,
         }
     }
 }
@@ -39,6 +41,8 @@ pub struct PeerModel(Arc<ModelInner>);
 struct ModelInner {
     raw: *mut ggml::llama_model,
     n_vocab: usize,
+    /// A device with memory of its own holds all of it.
+    offloaded: bool,
 }
 
 // SAFETY: a loaded model is only read, by contexts that compute under the compute lock; it is freed once.
@@ -54,7 +58,7 @@ impl Drop for ModelInner {
 }
 
 impl PeerModel {
-    /// Loads the model at `path` for the CPU.
+    /// Loads the model at `path`.
     ///
     /// # Errors
     /// When llama.cpp refuses the file; the message has what it logged.
@@ -63,12 +67,15 @@ impl PeerModel {
         initialise();
         log::clear();
         // An empty list of devices leaves the CPU.
-        let mut no_devices: [ggml::ggml_backend_dev_t; 1] = [std::ptr::null_mut()];
+        let gpu = options.device.filter(|d| d.kind() != DeviceKind::Cpu);
+        let first = gpu.map_or(std::ptr::null_mut(), |d| d.0);
+        let mut devices: [ggml::ggml_backend_dev_t; 2] = [first, std::ptr::null_mut()];
         // SAFETY: path and device list live through the call; the other parameters are llama.cpp's own.
         let raw = unsafe {
             let mut params = ggml::llama_model_default_params();
-            params.devices = no_devices.as_mut_ptr();
-            params.n_gpu_layers = 0;
+            params.devices = devices.as_mut_ptr();
+            // More than any model has.
+            params.n_gpu_layers = if gpu.is_some() { 999 } else { 0 };
             params.use_extra_bufts = options.repack;
             params.load_mode = if options.mmap {
                 ggml::LLAMA_LOAD_MODE_MMAP
@@ -89,6 +96,7 @@ impl PeerModel {
         Ok(Self(Arc::new(ModelInner {
             raw,
             n_vocab: n_vocab as usize,
+            offloaded: gpu.is_some(),
         })))
     }
 
@@ -176,8 +184,8 @@ impl PeerContext {
             };
             p.type_k = params.type_k.0;
             p.type_v = params.type_v.0;
-            p.offload_kqv = false;
-            p.op_offload = false;
+            p.offload_kqv = model.0.offloaded;
+            p.op_offload = model.0.offloaded;
             p.no_perf = true;
             ggml::llama_init_from_model(model.0.raw, p)
         };

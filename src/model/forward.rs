@@ -91,7 +91,8 @@ pub enum ObservedInputs {
 struct Inputs {
     /// Token ids, `[n_tokens]` I32.
     tokens: Tensor,
-    /// Time, height, width and a zero for every token, `[4 * n_tokens]` I32.
+    /// Where every token stands, `[n_tokens]` I32; where rotation needs four rows, `[4 * n_tokens]`: time, height,
+    /// width and zeros.
     positions: Tensor,
     /// The cell that each token's key and value go to, `[n_tokens]` I64.
     cells: Tensor,
@@ -108,6 +109,9 @@ struct Scratch {
     ids: Vec<i32>,
     cells: Vec<i64>,
 }
+
+/// The widest pass whose products ggml's CUDA backend computes as matrix times vectors.
+const NARROW: i64 = 8;
 
 /// Binary16 of 0 and of minus infinity.
 const VISIBLE: u16 = 0;
@@ -162,6 +166,7 @@ impl TrunkGraph {
         let ctx = &context;
         let inputs = Inputs::new(
             ctx,
+            config,
             shape.n_tokens,
             shape.n_kv,
             shape.head == HeadPass::Logits,
@@ -173,8 +178,8 @@ impl TrunkGraph {
             n_tokens: shape.n_tokens as i64,
             n_kv: shape.n_kv as i64,
             // What is observed is named after the matrices of the file.
-            joins: observer.is_none()
-                && (shape.n_tokens > 1 || backends[0].device().kind() == DeviceKind::Cpu),
+            joins: observer.is_none(),
+            on_cpu: backends[0].device().kind() == DeviceKind::Cpu,
             unsplit: shape.unsplit,
             n_slots: state.n_slots(),
             back: shape.back,
@@ -379,7 +384,7 @@ impl DraftGraph {
         };
         let mut inputs = Vec::with_capacity(shape.depth);
         for _ in 0..shape.depth {
-            inputs.push(Inputs::new(ctx, 1, shape.n_kv, true));
+            inputs.push(Inputs::new(ctx, config, 1, shape.n_kv, true));
         }
         let (mut tokens, mut kept, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
         let mut hidden = None; // [n_embd, 1]
@@ -390,7 +395,8 @@ impl DraftGraph {
                 inputs: input,
                 n_tokens: 1,
                 n_kv: shape.n_kv as i64,
-                joins: backends[0].device().kind() == DeviceKind::Cpu,
+                joins: true,
+                on_cpu: backends[0].device().kind() == DeviceKind::Cpu,
                 unsplit: false,
                 n_slots: state.n_slots(),
                 back: shape.back,
@@ -550,11 +556,12 @@ fn node_capacity(config: &Config, depth: usize) -> usize {
 }
 
 impl Inputs {
-    fn new(ctx: &Context, n_tokens: usize, n_kv: usize, head: bool) -> Self {
+    fn new(ctx: &Context, config: &Config, n_tokens: usize, n_kv: usize, head: bool) -> Self {
         let (n, n_kv) = (n_tokens as i64, n_kv as i64);
+        let n_rows = config.rope.n_rows() as i64;
         Self {
             tokens: ctx.input("tokens", DType::I32, &[n]),
-            positions: ctx.input("positions", DType::I32, &[4 * n]),
+            positions: ctx.input("positions", DType::I32, &[n_rows * n]),
             cells: ctx.input("cells", DType::I64, &[n]),
             mask: ctx.input("mask", DType::F16, &[n_kv, n]),
             head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
@@ -572,13 +579,14 @@ impl Inputs {
             graph.stage(&self.tokens, &scratch.ids)?;
         }
         if self.positions.is_allocated() {
-            // Text moves along time, height and width alike; the fourth row is unused.
+            // Text moves along time, height and width alike.
             let time = (n_past as i32)..(n_past + n) as i32;
+            let n_rows = self.positions.n_elements() / n;
             scratch.ids.clear();
-            scratch
-                .ids
-                .extend(time.clone().chain(time.clone()).chain(time));
-            scratch.ids.resize(4 * n, 0);
+            for _ in 0..n_rows.min(3) {
+                scratch.ids.extend(time.clone());
+            }
+            scratch.ids.resize(n_rows * n, 0);
             graph.stage(&self.positions, &scratch.ids)?;
         }
         if self.cells.is_allocated() {
@@ -624,9 +632,10 @@ struct Pass<'a> {
     inputs: &'a Inputs,
     n_tokens: i64,
     n_kv: i64,
-    /// Whether matrices that follow each other in memory are multiplied as one. For a single token CUDA has an
-    /// operation of its own for two products and their SwiGLU.
+    /// Whether matrices that follow each other in memory may be multiplied as one.
     joins: bool,
+    /// The first device is the CPU.
+    on_cpu: bool,
     /// See [`TrunkShape::unsplit`].
     unsplit: bool,
     /// States that the recurrent layers keep.
@@ -764,7 +773,11 @@ impl Pass<'_> {
             .rms_norm(x, &w.post_attention_norm)
             .named(format!("post_attention_norm-{il}"));
         let out = match &w.ffn {
-            Ffn::Dense { gate, up, down } => self.swiglu(gate, up, down, &normed),
+            Ffn::Dense { gate, up, down } => {
+                // For a single token GPUs have an operation of their own for two products and their SwiGLU.
+                let join = self.joins && (self.on_cpu || self.n_tokens > 1);
+                self.swiglu(gate, up, down, &normed, join)
+            }
             Ffn::Moe(moe) => self.moe(moe, &normed, il),
         };
         self.ctx.add(&out, x).named(format!("l_out-{il}"))
@@ -820,7 +833,8 @@ impl Pass<'_> {
             .named(format!("k-{il}"));
         let k = self.rotated(&k, cache.rotations.k.as_ref());
         let v = self.rotated(v, cache.rotations.v.as_ref());
-        let k = ctx.reshape(&k, &[head_dim * config.n_head_kv, n]);
+        // A view where a reshape would do: CUDA then fuses norm, rotation and this.
+        let k = ctx.view(&k, &[head_dim * config.n_head_kv, n], &[k.nb(2)], 0);
         ctx.expand(&ctx.set_rows(&cache.k, &k, &self.inputs.cells));
         ctx.expand(&ctx.set_rows(&cache.v, &v, &self.inputs.cells));
     }
@@ -990,7 +1004,7 @@ impl Pass<'_> {
         let (q, k, v) = (half(0), half(n_k), heads(2 * n_k, n_v));
 
         // Files store alpha before beta.
-        let [alpha, beta] = self.linear_pair(&w.alpha, &w.beta, x);
+        let [alpha, beta] = self.linear_pair(&w.alpha, &w.beta, x, self.joins);
         let beta = ctx.reshape(&ctx.sigmoid(&beta), &[1, n_v, n, N_SEQS]);
         let alpha = ctx.add(&alpha, &w.dt_bias);
         let g = ctx.mul(&ctx.softplus(&alpha), &w.a); // log of the decay
@@ -1040,19 +1054,16 @@ impl Pass<'_> {
     }
 
     /// `down(silu(gate(x)) * up(x))`
-    fn swiglu(&self, gate: &Tensor, up: &Tensor, down: &Tensor, x: &Tensor) -> Tensor {
-        let [gate, up] = self.linear_pair(gate, up, x);
+    fn swiglu(&self, gate: &Tensor, up: &Tensor, down: &Tensor, x: &Tensor, join: bool) -> Tensor {
+        let [gate, up] = self.linear_pair(gate, up, x, join);
         self.linear(down, &self.ctx.swiglu(&gate, &up))
     }
 
-    /// Products of the same `x` with two matrices: one operation where their rows follow each other in memory.
-    fn linear_pair(&self, a: &Tensor, b: &Tensor, x: &Tensor) -> [Tensor; 2] {
+    /// Products of the same `x` with two matrices: one operation where their rows follow each other in memory and
+    /// `join` allows it.
+    fn linear_pair(&self, a: &Tensor, b: &Tensor, x: &Tensor, join: bool) -> [Tensor; 2] {
         let ctx = self.ctx;
-        let both = if self.joins {
-            ctx.joined_rows(a, b)
-        } else {
-            None
-        };
+        let both = if join { ctx.joined_rows(a, b) } else { None };
         let Some(both) = both else {
             return [self.linear(a, x), self.linear(b, x)];
         };
@@ -1106,7 +1117,9 @@ impl Pass<'_> {
             _ => (1..n_used).fold(expert(0), |sum, i| ctx.add(&sum, &expert(i))),
         };
 
-        let shared = self.swiglu(&w.gate_shexp, &w.up_shexp, &w.down_shexp, x);
+        // CUDA computes the shared expert along with the chosen ones in narrow passes.
+        let join = self.joins && (self.on_cpu || n > NARROW);
+        let shared = self.swiglu(&w.gate_shexp, &w.up_shexp, &w.down_shexp, x, join);
         let share = ctx.sigmoid(&self.linear(&w.gate_inp_shexp, x)); // [1, n]
         ctx.add(&routed, &ctx.mul(&shared, &share))
             .named(format!("moe_out-{il}"))
