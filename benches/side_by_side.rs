@@ -42,6 +42,9 @@ struct Args {
     /// Let qrun repack weights too
     #[arg(long)]
     repack: bool,
+    /// Starts of both, timed to the first token
+    #[arg(long, default_value_t = 5)]
+    starts: usize,
     /// Write the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -49,6 +52,9 @@ struct Args {
     #[arg(long, hide = true)]
     bench: bool,
 }
+
+/// Tokens that both decode before anything is timed.
+const WARM_UP: usize = 8;
 
 /// What one side did in one repetition.
 struct Run {
@@ -108,7 +114,7 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
         ),
     };
     let device = find_device(Some(&args.device)).unwrap();
-    let n_ctx = args.prompt + args.n_decode + 1;
+    let n_ctx = args.prompt + args.n_decode.max(WARM_UP) + 1;
     let params = EngineParams {
         device: Some(args.device.clone()),
         n_threads: Some(n_threads),
@@ -129,7 +135,7 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     };
     let mut session = Session::new(engine.clone(), session_params).unwrap();
     let prompt = prompt(args.prompt, &engine);
-    ours(&mut session, &prompt, 8);
+    ours(&mut session, &prompt, WARM_UP);
     let our_memory = anonymous_kib() - before;
 
     let before = anonymous_kib();
@@ -138,7 +144,7 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     let their_load = start.elapsed();
     let cpu = engine.backends().last().unwrap();
     let mut peer = PeerContext::new(&model, cpu, &peer_params(n_ctx)).unwrap();
-    theirs(&mut peer, &prompt, 8);
+    theirs(&mut peer, &prompt, WARM_UP);
     let their_memory = anonymous_kib() - before;
 
     let (mut a, mut b) = (Vec::new(), Vec::new());
@@ -178,19 +184,21 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     );
     // Last, and alone: what was loaded before would change memory and caches.
     drop((session, engine, peer, model));
-    let (first_ours, first_theirs) = &first_tokens(file, args, &params, n_ctx);
-    let ratios: Vec<f64> = first_ours
-        .iter()
-        .zip(first_theirs)
-        .map(|(a, b)| a / b)
-        .collect();
-    let (low, high) = spread(&ratios);
-    println!(
-        "| {name} | start to first token ms | {:.0} | {:.0} | {:.3} ({low:.3} to {high:.3}) |",
-        1e3 * median(first_ours),
-        1e3 * median(first_theirs),
-        median(&ratios)
-    );
+    let (first_ours, first_theirs) = &match args.starts {
+        0 => (Vec::new(), Vec::new()),
+        _ => first_tokens(file, args, &params, n_ctx),
+    };
+    if args.starts > 0 {
+        let pairs = first_ours.iter().zip(first_theirs);
+        let ratios: Vec<f64> = pairs.map(|(a, b)| a / b).collect();
+        let (low, high) = spread(&ratios);
+        println!(
+            "| {name} | start to first token ms | {:.0} | {:.0} | {:.3} ({low:.3} to {high:.3}) |",
+            1e3 * median(first_ours),
+            1e3 * median(first_theirs),
+            median(&ratios)
+        );
+    }
     println!(
         "| {name} | load ms | {:.0} | {:.0} | |",
         our_load.as_secs_f64() * 1e3,
@@ -261,7 +269,7 @@ fn first_tokens(
 ) -> (Vec<f64>, Vec<f64>) {
     let (mut a, mut b) = (Vec::new(), Vec::new());
     // The first round reads the file and is not counted.
-    for round in 0..=args.repetitions.min(5) {
+    for round in 0..=args.starts {
         let start = Instant::now();
         let engine = Engine::load(file, params, &mut |_, _| {}).unwrap();
         let session_params = SessionParams {
@@ -276,6 +284,7 @@ fn first_tokens(
 
         let start = Instant::now();
         // Each side starts its own threads.
+        let device = find_device(Some(&args.device)).unwrap();
         let cpu = find_device(Some("CPU")).unwrap();
         let threads = Backend::new(cpu, params.n_threads).unwrap();
         let model = peer_model(file, device);
