@@ -874,6 +874,14 @@ impl Pass<'_> {
             .rope(&q, &self.inputs.positions, &self.config.rope)
             .named(format!("q-{il}"));
         let q = self.rotated(&q, cache.rotations.k.as_ref());
+        // On NVIDIA's GPUs from Hopper on kernels may begin before those before them have ended, and ggml's attention for
+        // one token then reads keys and values that are not written yet (ggml 0.26). This copy, which is no kernel there,
+        // has to end first: it stands between what attention reads and attention.
+        ctx.expand(&q);
+        let gate = ctx
+            .cont(&half(head_bytes / 2))
+            .named(format!("attn_gate-{il}"));
+        ctx.expand(&gate);
         // ggml's CPU splits the keys of a single row between threads, unless there are several sequences: half of
         // the heads then pass for a second one.
         let groups = if self.unsplit && n == 1 && N_SEQS == 1 && config.n_head_kv % 2 == 0 {
@@ -897,7 +905,6 @@ impl Pass<'_> {
         let out = self.rotated(&out, cache.rotations.v.as_ref());
         let out = ctx.reshape(&out, &[head_dim * n_head, n]);
 
-        let gate = ctx.cont(&half(head_bytes / 2));
         let gate = ctx.sigmoid(&ctx.reshape(&gate, &[head_dim * n_head, n]));
         let out = ctx.mul(&out, &gate).named(format!("attn_gated-{il}"));
         self.linear(&w.output, &self.kept(&out, keep))
