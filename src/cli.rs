@@ -874,6 +874,10 @@ pub struct BenchArgs {
     #[arg(long, value_name = "NAME", env = "QRUN_DEVICE")]
     pub device: Option<String>,
 
+    /// Before loading, see that the largest test fits into memory, and refuse what cannot be
+    #[arg(long, value_name = "on|off", default_value = "on", action = clap::ArgAction::Set, value_parser = parse_on_off)]
+    pub fit: bool,
+
     /// Prompt tokens; 0 for no such test
     #[arg(
         short = 'p',

@@ -44,7 +44,7 @@ fn tests_of(rows: &[Value]) -> Vec<String> {
 fn every_combination_is_a_row_with_consistent_numbers() {
     let output = bench(&[
         "-p", "16,24", "-n", "4", "-pg", "8,4", "-d", "0,32", "-b", "8,512", "-ctk", "f16,q8_0",
-        "-r", "2", "-t", "1,2", "-o", "json",
+        "-r", "2", "-t", "1,2", "-o", "json", "--fit", "off",
     ]);
     let rows = json(&output);
     assert_eq!(stderr(&output), "");
@@ -225,12 +225,13 @@ fn the_peer_gets_the_same_tests_and_its_numbers_are_shown() {
 
 #[test]
 fn what_makes_no_sense_is_refused() {
-    let cases: [(&[&str], i32, &str); 8] = [
+    let cases: [(&[&str], i32, &str); 9] = [
         (&["-p", "0", "-n", "0"], 2, "no test is left"),
         (&["-r", "0"], 2, "from 1 to 1000"),
         (&["-pg", "512"], 2, "such as 512,128"),
         (&["--spec", "many"], 2, "expected `auto`, `off` or a number"),
         (&["-ctk", "f64"], 2, "expected one of"),
+        (&["--fit", "perhaps"], 2, "--fit"),
         (&["--compare=/no/such/program"], 1, "no `/no/such/program`"),
         (
             &["-m", "synthetic:0.8b", "--compare"],

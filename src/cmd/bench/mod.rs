@@ -143,7 +143,7 @@ fn model_args(
         batch_size: n_batch.max(1),
         cache_type_k: k.to_owned(),
         cache_type_v: v.to_owned(),
-        fit: true,
+        fit: args.fit,
         verbose: args.verbose,
     }
 }
