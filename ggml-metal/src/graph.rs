@@ -1190,7 +1190,7 @@ mod tests {
                 graph.stage(&x, &input).unwrap();
                 graph.compute().unwrap();
                 let mut out: Vec<f32> = Vec::new();
-                graph.read(&[y.clone()], &mut out).unwrap();
+                graph.read(std::slice::from_ref(&y), &mut out).unwrap();
                 assert_eq!(out, expected);
             }
             assert_eq!(graph.n_splits(), 1);
