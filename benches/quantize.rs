@@ -1,7 +1,7 @@
 //! Quantizing with qrun and with llama.cpp in one process: the same file, the same ggml, the same threads, turn and
 //! turn about.
 //!
-//! `cargo bench --bench quantize -- [-r N] [-t N] [--type TYPE] [--folder DIR] FILE`
+//! `cargo bench --bench quantize -- [-r N] [-t N] [--type TYPE] [--imatrix FILE] [--folder DIR] FILE`
 //!
 //! Each repetition writes the whole file with one and then with the other; they take turns at going first. The file is
 //! read once before, so that both find it in memory. Results go to DIR and are removed.
@@ -11,11 +11,15 @@ use std::path::{Path, PathBuf};
 use std::time::Instant;
 
 use clap::Parser;
+use convert::imatrix::Imatrix;
 use convert::parts;
 use convert::quantize::{Options, Plan};
 use convert::recipe::{FileType, Overrides};
 use ggml_metal::peer::PeerQuantize;
 use ggml_metal::performance_cores;
+
+/// The importance matrix' name in the files.
+const NAME: &str = "imatrix.gguf";
 
 #[derive(Parser)]
 struct Args {
@@ -30,6 +34,9 @@ struct Args {
     /// Threads [default: performance cores]
     #[arg(short, long)]
     threads: Option<usize>,
+    /// Importance of the columns
+    #[arg(long)]
+    imatrix: Option<PathBuf>,
     /// Where the results go [default: beside the file]
     #[arg(long)]
     folder: Option<PathBuf>,
@@ -57,14 +64,18 @@ fn main() {
         bytes as f64 / 1e9,
         file_type.name()
     );
+    let imatrix = args.imatrix.as_deref().map(|f| Imatrix::read(f).unwrap());
+    let input = &args.file;
+    let ours_once = || ours_once(input, &a, file_type, imatrix.as_ref(), n_threads);
+    let theirs_once = || theirs_once(input, &b, file_type, imatrix.as_ref(), n_threads);
     let (mut ours, mut theirs) = (Vec::new(), Vec::new());
     for i in 0..args.repetitions {
         if i % 2 == 0 {
-            ours.push(ours_once(&args.file, &a, file_type, n_threads));
-            theirs.push(theirs_once(&args.file, &b, file_type, n_threads));
+            ours.push(ours_once());
+            theirs.push(theirs_once());
         } else {
-            theirs.push(theirs_once(&args.file, &b, file_type, n_threads));
-            ours.push(ours_once(&args.file, &a, file_type, n_threads));
+            theirs.push(theirs_once());
+            ours.push(ours_once());
         }
         println!(
             "  qrun {:.2} s, llama.cpp {:.2} s, ratio {:.3}",
@@ -93,12 +104,18 @@ fn main() {
     );
 }
 
-fn ours_once(input: &Path, output: &Path, file_type: FileType, n_threads: usize) -> f64 {
+fn ours_once(
+    input: &Path,
+    output: &Path,
+    file_type: FileType,
+    imatrix: Option<&Imatrix>,
+    n_threads: usize,
+) -> f64 {
     let _ = std::fs::remove_file(output);
     let options = Options {
         file_type,
         overrides: Overrides::default(),
-        imatrix: None,
+        imatrix: imatrix.map(|i| (NAME.to_owned(), i.clone())),
         allow_requantize: false,
         n_threads,
     };
@@ -109,12 +126,34 @@ fn ours_once(input: &Path, output: &Path, file_type: FileType, n_threads: usize)
     start.elapsed().as_secs_f64()
 }
 
-fn theirs_once(input: &Path, output: &Path, file_type: FileType, n_threads: usize) -> f64 {
+fn theirs_once(
+    input: &Path,
+    output: &Path,
+    file_type: FileType,
+    imatrix: Option<&Imatrix>,
+    n_threads: usize,
+) -> f64 {
     let _ = std::fs::remove_file(output);
+    let entries = imatrix.map(|i| &i.entries).into_iter().flatten();
+    let means: Vec<_> = entries.map(|(name, e)| (name.clone(), e.means())).collect();
+    // What both write into the file, so that the files can be compared.
+    let (mut texts, mut numbers) = (Vec::new(), Vec::new());
+    if let Some(imatrix) = imatrix {
+        texts.push(("quantize.imatrix.file", NAME));
+        if let Some(dataset) = imatrix.datasets.first() {
+            texts.push(("quantize.imatrix.dataset", dataset));
+        }
+        numbers.push(("quantize.imatrix.entries_count", means.len() as u32));
+        numbers.push(("quantize.imatrix.chunks_count", imatrix.n_chunks));
+    }
+    let quantize = PeerQuantize {
+        imatrix: &means,
+        texts: &texts,
+        numbers: &numbers,
+        ..PeerQuantize::new(file_type.number(), n_threads)
+    };
     let start = Instant::now();
-    PeerQuantize::new(file_type.number(), n_threads)
-        .run(input, output)
-        .unwrap();
+    quantize.run(input, output).unwrap();
     start.elapsed().as_secs_f64()
 }
 

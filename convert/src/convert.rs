@@ -15,6 +15,7 @@ use rayon::prelude::*;
 
 use crate::checkpoint::{Checkpoint, Dtype};
 use crate::hf_config::{HfConfig, Quantization};
+use crate::k_quants::quantize_into;
 use crate::map::{Mtp, Output, Rule, TensorMap};
 use crate::metadata::{self, Meta, Metadata};
 use crate::output::{ClosedFile, Interrupted, OutputFile, check_apart};
@@ -444,7 +445,7 @@ impl<'a> Rows<'a> {
                 .fold(false, |bad, v| bad | (v.abs() >= BEYOND_F16));
             ensure!(!beyond, "holds values too large for f16; take bf16 or f32");
         }
-        self.dtype.quantize_into(floats, self.n_cols, None, out)?;
+        quantize_into(self.dtype, floats, self.n_cols, None, out)?;
         Ok(())
     }
 }

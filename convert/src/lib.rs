@@ -7,6 +7,7 @@ pub mod convert;
 pub mod edit;
 pub mod hf_config;
 pub mod imatrix;
+mod k_quants;
 pub mod map;
 pub mod metadata;
 pub mod output;

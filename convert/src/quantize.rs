@@ -14,6 +14,7 @@ use ggml_metal::{DType, Gguf, GgufWriter, TensorInfo, Value, one_line};
 use rayon::prelude::*;
 
 use crate::imatrix::Imatrix;
+use crate::k_quants;
 use crate::output::{Interrupted, OutputFile, check_apart};
 use crate::parts;
 use crate::recipe::{self, FileType, Overrides, Shape, Subject};
@@ -420,7 +421,7 @@ impl<'a> Rows<'a> {
                     let (src, later_src) = floats.split_at(here * n);
                     let (dst, later_dst) = out.split_at_mut(here * row_bytes);
                     let importance = importance.map(|m| &m[matrix * n..(matrix + 1) * n]);
-                    to.quantize_into(src, n, importance, dst)?;
+                    k_quants::quantize_into(to, src, n, importance, dst)?;
                     check_result(to, src, dst)?;
                     (floats, out, row) = (later_src, later_dst, row + here);
                 }
