@@ -1,9 +1,9 @@
 //! Speculation against plain decoding and against llama.cpp's plain decoding, by kind of text.
 //!
-//! `cargo bench --bench speculation_speed -- [-n N] [-r N] [-t N] [--temp T] [--json OUT] [FILE]`
+//! `cargo bench --bench speculation_speed -- [-n N] [-r N] [-t N] [--temp T] [--way NAME].. [--json OUT] [FILE]`
 //!
 //! For each kind of text every way of decoding generates the same prompts in turn, so that what disturbs the machine
-//! disturbs all of them alike. The table has medians over all texts of a kind.
+//! disturbs all of them alike; every other repetition goes through them backwards. The table has medians over all texts of a kind.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::path::PathBuf;
@@ -36,6 +36,9 @@ struct Args {
     /// Temperature
     #[arg(long, default_value_t = 0.0)]
     temp: f32,
+    /// Only these ways besides plain decoding, such as `auto` or `depth 3`
+    #[arg(long = "way", value_name = "NAME")]
+    ways: Vec<String>,
     /// Write the figures to a file
     #[arg(long, value_name = "FILE")]
     json: Option<PathBuf>,
@@ -161,6 +164,7 @@ fn main() {
     let mut results = Vec::new();
     for (kind, chat, prompts) in KINDS {
         let mut ways = ways();
+        ways.retain(|w| w.spec.is_none() || args.ways.is_empty() || args.ways.contains(&w.name));
         let mut theirs = Vec::new();
         for repetition in 0..args.repetitions {
             for text in prompts {
@@ -173,7 +177,11 @@ fn main() {
                 };
                 let prompt = tokenizer.encode(&text, true).unwrap();
                 let mut texts = Vec::new();
-                for way in &mut ways {
+                let mut order: Vec<&mut Way> = ways.iter_mut().collect();
+                if repetition % 2 == 1 {
+                    order.reverse();
+                }
+                for way in order {
                     let session = if way.spec.is_some() {
                         &mut guessing
                     } else {

@@ -262,9 +262,10 @@ impl Generator<'_> {
                 let spent = verify + rollback + round.sampling;
                 let drafting = pass_start - round_start;
                 speculator.learn(
+                    self.session,
                     &draft,
-                    round.checked,
-                    round.right,
+                    tokens.get(n_before).copied(),
+                    (round.checked, round.right),
                     &RoundTimes {
                         verify,
                         rollback,

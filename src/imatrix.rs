@@ -64,7 +64,7 @@ pub fn collect(
             chunk[0] = bos;
         }
         state.clear()?;
-        graph.compute(&chunk, 0)?;
+        graph.compute(&chunk, 0, 0)?;
         for observed in graph.observed() {
             add(observed, sums.entry(observed.weight.clone()).or_default())
                 .with_context(|| format!("observing the inputs of `{}`", observed.weight))?;

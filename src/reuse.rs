@@ -116,11 +116,9 @@ impl StateCache {
     ///
     /// # Errors
     /// When the device cannot be read.
-    pub fn save(&mut self, session: &Session) -> anyhow::Result<()> {
-        let known = self
-            .snapshots
-            .iter()
-            .position(|s| s.tokens() == session.tokens());
+    pub fn save(&mut self, session: &mut Session) -> anyhow::Result<()> {
+        let mut saved = self.snapshots.iter();
+        let known = saved.position(|s| s.tokens() == session.tokens());
         if let Some(at) = known {
             let snapshot = self.snapshots.remove(at);
             self.snapshots.push(snapshot);
@@ -153,12 +151,13 @@ impl StateCache {
     ///
     /// # Errors
     /// When the device cannot be read.
-    pub fn store(&mut self, session: &Session, n: usize) -> anyhow::Result<Vec<String>> {
+    pub fn store(&mut self, session: &mut Session, n: usize) -> anyhow::Result<Vec<String>> {
         let Some(disk) = &mut self.disk else {
             return Ok(Vec::new());
         };
         let tokens = &session.tokens()[..n.min(session.n_past())];
-        match self.snapshots.iter().find(|s| s.tokens() == tokens) {
+        let saved = self.snapshots.iter().find(|s| s.tokens() == tokens);
+        match saved {
             Some(snapshot) => disk.write(snapshot),
             None if n == session.n_past() => disk.write(&session.snapshot()?),
             None => {}
@@ -167,7 +166,7 @@ impl StateCache {
     }
 
     /// Where memory has no room for the session's state, writes it to the disk at once: later it would be gone.
-    fn store_unsaved(&mut self, session: &Session) -> anyhow::Result<()> {
+    fn store_unsaved(&mut self, session: &mut Session) -> anyhow::Result<()> {
         let tokens = session.tokens();
         let saved = self.snapshots.iter().any(|s| s.tokens() == tokens);
         match &mut self.disk {

@@ -1,8 +1,9 @@
 //! One sequence of tokens and everything the model remembers of it.
 //!
 //! A session is driven by [`Session::eval`]; it can be saved, put back and forked at any token. The draft head's
-//! keys and values are kept up in every pass when the session was made with `mtp`; otherwise the head is off for
-//! this session and its state does not exist, so it can never be stale.
+//! keys and values are kept up when the session was made with `mtp`: in every pass of several tokens, and, for passes
+//! of one, before the head is asked the next time. Otherwise the head is off for this session and its state does not
+//! exist, so it can never be stale.
 
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -12,9 +13,9 @@ use ggml_metal::{Backend, DType, DeviceKind};
 
 use crate::engine::Engine;
 use crate::model::forward::{
-    DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
+    CatchUp, DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
 };
-use crate::state::{KV_PAD, KvTypes, SavedState, State};
+use crate::state::{KV_PAD, KvTypes, MAX_OWED, SavedState, State};
 
 /// Graphs kept for reuse, besides one for each way to go on after a draft: some widths of prompt chunks.
 const MAX_GRAPHS: usize = 6;
@@ -210,6 +211,9 @@ pub struct Session {
     back: usize,
     /// How many more can be taken back.
     can_reject: usize,
+    /// Newest tokens whose entries the draft head does not have yet, and `back` when the first of them was processed.
+    owed: usize,
+    owed_back: usize,
     logits: Vec<f32>,
     best: Vec<(u32, f32)>,
     head_logits: Vec<f32>,
@@ -272,6 +276,8 @@ impl Session {
             drafts: Vec::new(),
             back: 0,
             can_reject: 0,
+            owed: 0,
+            owed_back: 0,
             logits: Vec::new(),
             best: Vec::new(),
             head_logits: Vec::new(),
@@ -338,18 +344,13 @@ impl Session {
         if n_kv > before {
             self.state.grow(&self.backend().clone(), n_kv, 0)?;
         }
-        let head = if self.params.mtp {
-            HeadPass::Keys
-        } else {
-            HeadPass::Off
-        };
         let trunk = |n_tokens: usize, n_outputs: usize, session: &mut Self| {
             let shape = TrunkShape {
                 n_tokens,
                 n_kv,
                 n_outputs: n_outputs.min(n_tokens),
                 best: false,
-                head,
+                head: session.head_pass(n_tokens),
                 back: 0,
                 unsplit: session.backend().device().kind() == DeviceKind::Cpu,
             };
@@ -413,12 +414,7 @@ impl Session {
         outputs: Outputs,
         cancel: &CancelToken,
     ) -> Result<&[f32], EvalError> {
-        let head = if self.params.mtp {
-            HeadPass::Keys
-        } else {
-            HeadPass::Off
-        };
-        self.run(tokens, outputs, head, false, cancel)?;
+        self.run(tokens, outputs, false, false, cancel)?;
         Ok(&self.logits)
     }
 
@@ -433,12 +429,7 @@ impl Session {
         first: usize,
         cancel: &CancelToken,
     ) -> Result<&[(u32, f32)], EvalError> {
-        let head = if self.params.mtp {
-            HeadPass::Keys
-        } else {
-            HeadPass::Off
-        };
-        self.run(tokens, Outputs::From(first), head, true, cancel)?;
+        self.run(tokens, Outputs::From(first), false, true, cancel)?;
         Ok(&self.best)
     }
 
@@ -473,7 +464,7 @@ impl Session {
                 "this session does not keep up the draft head"
             )));
         }
-        self.run(tokens, Outputs::All, HeadPass::Logits, false, cancel)?;
+        self.run(tokens, Outputs::All, true, false, cancel)?;
         Ok((&self.logits, &self.head_logits))
     }
 
@@ -481,7 +472,7 @@ impl Session {
         &mut self,
         tokens: &[u32],
         outputs: Outputs,
-        head: HeadPass,
+        head_logits: bool,
         best: bool,
         cancel: &CancelToken,
     ) -> Result<(), EvalError> {
@@ -504,6 +495,15 @@ impl Session {
             let end = i * self.params.n_batch + chunk.len();
             let n_outputs = end.saturating_sub(first_wanted).min(chunk.len());
             let n_past = self.n_past();
+            let head = if head_logits {
+                HeadPass::Logits
+            } else {
+                self.head_pass(chunk.len())
+            };
+            if head != HeadPass::Owe || self.owed == MAX_OWED {
+                self.catch_up()?;
+            }
+            let n_owed = self.owed;
             let shape = TrunkShape {
                 n_tokens: chunk.len(),
                 n_kv: (n_past + chunk.len()).next_multiple_of(KV_PAD),
@@ -515,8 +515,14 @@ impl Session {
             };
             let graph = self.graph(shape)?;
             let start = Instant::now();
-            graph.compute(chunk, n_past)?;
+            graph.compute(chunk, n_past, n_owed)?;
             self.compute_time += start.elapsed();
+            if head == HeadPass::Owe {
+                if self.owed == 0 {
+                    self.owed_back = self.back;
+                }
+                self.owed += 1;
+            }
             self.back = 0;
             self.can_reject = if chunk.len() <= self.state.n_slots() {
                 chunk.len() - 1
@@ -533,6 +539,38 @@ impl Session {
             self.tokens.extend_from_slice(chunk);
             self.check_finite(first, n_outputs)?;
         }
+        Ok(())
+    }
+
+    /// What the draft head does in a pass of so many tokens.
+    fn head_pass(&self, n_tokens: usize) -> HeadPass {
+        match n_tokens {
+            _ if !self.params.mtp => HeadPass::Off,
+            1 => HeadPass::Owe,
+            _ => HeadPass::Keys,
+        }
+    }
+
+    /// Gives the draft head the entries that it lags behind.
+    fn catch_up(&mut self) -> anyhow::Result<()> {
+        if self.owed == 0 {
+            return Ok(());
+        }
+        let first = self.n_past() - self.owed;
+        // Rarely needed, small, and of another width each time: not kept.
+        let graph = CatchUp::new(
+            self.engine.config(),
+            self.engine.weights().for_width(self.owed),
+            &self.state,
+            self.engine.backends(),
+            (self.owed, self.owed_back),
+        )?;
+        let start = Instant::now();
+        if let Some(mut graph) = graph {
+            graph.compute(&self.tokens[first..], first)?;
+        }
+        self.compute_time += start.elapsed();
+        self.owed = 0;
         Ok(())
     }
 
@@ -617,6 +655,7 @@ impl Session {
             return Ok(Vec::new());
         }
         self.make_room(depth)?;
+        self.catch_up()?;
         let n_past = self.n_past();
         let shape = DraftShape {
             depth,
@@ -678,7 +717,8 @@ impl Session {
     ///
     /// # Errors
     /// When the device cannot be read.
-    pub fn snapshot(&self) -> anyhow::Result<Snapshot> {
+    pub fn snapshot(&mut self) -> anyhow::Result<Snapshot> {
+        self.catch_up()?;
         Ok(Snapshot {
             tokens: self.tokens.clone(),
             state: self.state.save(self.n_past(), self.back)?,
@@ -724,7 +764,7 @@ impl Session {
             });
         }
         self.tokens.clear();
-        (self.back, self.can_reject) = (0, 0);
+        (self.back, self.can_reject, self.owed) = (0, 0, 0);
         self.make_room(n_past)?;
         self.state.load(&snapshot.state)?;
         self.tokens.clone_from(&snapshot.tokens);
@@ -737,7 +777,7 @@ impl Session {
     /// When the device cannot be written.
     pub fn clear(&mut self) -> anyhow::Result<()> {
         self.tokens.clear();
-        (self.back, self.can_reject) = (0, 0);
+        (self.back, self.can_reject, self.owed) = (0, 0, 0);
         self.state.clear()
     }
 

@@ -68,6 +68,8 @@ pub struct Draft {
     /// For tokens that were drawn at random: what each was drawn from.
     pub drawn_from: Vec<Vec<Candidate>>,
     source: Source,
+    /// While the head is put to the test: its logits for the first place, over the tokens that it chooses from.
+    first_row: Vec<f32>,
 }
 
 /// Where a draft came from.
@@ -202,6 +204,44 @@ impl Rate {
     }
 }
 
+/// Whether the head knows anything: where the tokens that the model chose stood among all that the head could have
+/// guessed, in its first drafts. A damaged head ranks them at random.
+#[derive(Clone, Copy, Debug, Default)]
+struct HeadTest {
+    /// Ranks that were looked at.
+    n: usize,
+    /// Ranks among the first of the list.
+    n_near: usize,
+}
+
+impl HeadTest {
+    /// Ranks that decide.
+    const ENOUGH: usize = 8;
+    /// A head at random reaches this many in 0.3 % of all tests; one that has seven of ten tokens among the first
+    /// misses it in 0.1 %.
+    const NEEDED: usize = 2;
+    /// What counts as near: one of so many of the list.
+    const NEAR: usize = 100;
+
+    fn is_open(self) -> bool {
+        self.n < Self::ENOUGH
+    }
+
+    fn failed(self) -> bool {
+        !self.is_open() && self.n_near < Self::NEEDED
+    }
+
+    /// `at` is the place of the model's token in the head's `logits`.
+    fn add(&mut self, logits: &[f32], at: usize) {
+        let Some(&own) = logits.get(at) else {
+            return;
+        };
+        let likelier = logits.iter().filter(|&&l| l > own).count();
+        self.n += 1;
+        self.n_near += usize::from(likelier * Self::NEAR < logits.len());
+    }
+}
+
 /// Drafts, and learns from what became of the drafts.
 pub struct Speculator {
     params: SpecParams,
@@ -218,8 +258,7 @@ pub struct Speculator {
     patience: u64,
     text: TextIndex,
     depth_now: usize,
-    /// First guesses of the head in this run, and how many of them were right.
-    first_guesses: (u64, u64),
+    test: HeadTest,
     /// For each place how often a guess is taken to be right, with all before it, whatever the model says.
     imposed: Vec<f64>,
 }
@@ -234,8 +273,6 @@ const FIRST_TRIAL: usize = 2;
 const HOPE: f64 = 0.9;
 /// A pass that guesses again now and then without a draft keeps the plain cost up to date.
 const PLAIN_EVERY: u64 = 256;
-/// First guesses of which not one was right, when even a poor head would have been right once.
-const HOPELESS: u64 = 64;
 /// Guessing has to promise this much to be preferred.
 const MARGIN: f64 = 1.02;
 
@@ -257,7 +294,7 @@ impl Speculator {
             patience: FIRST_PATIENCE,
             text: TextIndex::default(),
             depth_now: 0,
-            first_guesses: (0, 0),
+            test: HeadTest::default(),
             imposed: Vec::new(),
         }
     }
@@ -277,9 +314,10 @@ impl Speculator {
         Some(number * before < rate)
     }
 
-    /// True when the head was never right in so many guesses that it must be damaged: it is not asked any more.
-    pub fn head_is_hopeless(&self) -> bool {
-        self.first_guesses.0 >= HOPELESS && self.first_guesses.1 == 0
+    /// True when the head ranked the model's tokens at random in its first drafts, so that it must be damaged: it is
+    /// not asked any more.
+    pub fn head_is_damaged(&self) -> bool {
+        self.test.failed()
     }
 
     /// What it did since the last [`Speculator::take_stats`].
@@ -346,7 +384,7 @@ impl Speculator {
                 source: Source::Text,
                 ..Draft::default()
             }
-        } else if self.params.mtp && session.params().mtp && !self.head_is_hopeless() {
+        } else if self.params.mtp && session.params().mtp && !self.head_is_damaged() {
             let depth = self.choose_depth().min(most);
             self.guess_with_head(session, sampler, token, depth)?
         } else {
@@ -374,7 +412,11 @@ impl Speculator {
             return Ok(draft);
         }
         let p_min = self.params.p_min;
-        if self.params.sampled && sampler.temp > 0.0 {
+        if self.test.is_open() && self.imposed.is_empty() {
+            let (tokens, logits) = session.draft(token, depth)?;
+            draft.tokens = tokens;
+            draft.first_row = logits[..logits.len() / depth].to_vec();
+        } else if self.params.sampled && sampler.temp > 0.0 {
             let first = session.n_past() as u64 + 1;
             let noise = gumbel_noise(sampler, first, depth);
             let drawn = session.draft_with_noise(token, SAMPLED_BEST, &noise)?;
@@ -447,6 +489,7 @@ impl Speculator {
             };
         }
         let (mut best, mut best_rate, mut best_trial) = (0, MARGIN / plain, (1, 0.0));
+        let mut can_pay = false;
         for depth in 1..=most {
             let (Some(pass), Some(draft)) =
                 (self.pass_or_guess(depth + 1), self.draft_or_guess(depth))
@@ -455,6 +498,7 @@ impl Speculator {
             };
             let right = self.right[..depth].iter().map(|r| r.value());
             let rate = expected_tokens(right) / (pass + draft);
+            can_pay |= (depth + 1) as f64 * plain > pass + draft;
             if rate > best_rate {
                 (best, best_rate) = (depth, rate);
             }
@@ -464,6 +508,9 @@ impl Speculator {
         }
         if best > 0 {
             self.patience = FIRST_PATIENCE;
+        } else if !can_pay && self.patience < LAST_PATIENCE {
+            // Not even if every guess were right: no text will change that, only other measurements.
+            self.patience = LAST_PATIENCE;
         } else if self.idle >= self.patience {
             // The text may have become easier to guess: see whether it did.
             self.patience = (2 * self.patience).min(LAST_PATIENCE);
@@ -507,8 +554,24 @@ impl Speculator {
     }
 
     /// Learns what a pass over one token and its draft took, and how much of the draft was right: `checked` of its
-    /// tokens were looked at.
-    pub fn learn(&mut self, draft: &Draft, checked: usize, accepted: usize, times: &RoundTimes) {
+    /// tokens were looked at, and `chosen` is what the model chose at the first place.
+    pub fn learn(
+        &mut self,
+        session: &Session,
+        draft: &Draft,
+        chosen: Option<u32>,
+        (checked, accepted): (usize, usize),
+        times: &RoundTimes,
+    ) {
+        if let Some(chosen) = chosen {
+            let place = match session.params().draft_vocab {
+                Some(vocab) => vocab.place(chosen),
+                None => Some(chosen as usize),
+            };
+            if let Some(place) = place {
+                self.test.add(&draft.first_row, place);
+            }
+        }
         let drafted = draft.tokens.len();
         let seconds = times.verify.as_secs_f64();
         if let Some(pass) = self.passes.get_mut(drafted + 1) {
@@ -545,12 +608,8 @@ impl Speculator {
                 Source::Text => self.right_from_text.add(right),
             }
         }
-        match draft.source {
-            Source::Text => stats.accepted_from_text += accepted as u64,
-            Source::Head => {
-                self.first_guesses.0 += u64::from(checked > 0);
-                self.first_guesses.1 += u64::from(accepted > 0);
-            }
+        if draft.source == Source::Text {
+            stats.accepted_from_text += accepted as u64;
         }
     }
 }

@@ -96,7 +96,12 @@ pub struct HeadState {
     pub kv: KvCache,
     /// The trunk's normed hidden states at the last tokens, `[n_embd, n_slots, n_seqs]`, F32, the newest at the end.
     pub hidden: Tensor,
+    /// The same at the newest tokens, oldest first, whose entries are still missing, `[n_embd, MAX_OWED]`, F32.
+    pub owed: Tensor,
 }
+
+/// Tokens that the draft head may lag behind.
+pub const MAX_OWED: usize = 256;
 
 /// A part of a tensor that is state: the elements of a range, in pieces of `n` every `stride` where those differ.
 struct Part<'a> {
@@ -164,13 +169,16 @@ impl State {
         }
         let head = match &config.mtp {
             Some(layer) if head => {
-                let context = Context::new(1)?;
+                let context = Context::new(2)?;
                 let shape = [config.n_embd, n_slots as i64, N_SEQS];
                 let hidden = context.new_tensor("head_hidden", DType::F32, &shape);
+                let shape = [config.n_embd, MAX_OWED as i64];
+                let owed = context.new_tensor("head_owed", DType::F32, &shape);
                 context.allocate(backend, "the draft head's hidden state")?;
                 Some(HeadState {
                     kv: kv_cache(layer, config.n_layer())?,
                     hidden,
+                    owed,
                 })
             }
             _ => None,
@@ -253,6 +261,10 @@ impl State {
         for part in self.parts(0) {
             all += part.tensor.bytes();
             needed += part.bytes();
+        }
+        if let Some(head) = &self.head {
+            all += head.owed.bytes();
+            needed += head.owed.bytes();
         }
         (rows, all, all - needed)
     }

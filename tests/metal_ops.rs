@@ -11,7 +11,7 @@ use std::path::Path;
 use ggml_metal::{Backend, Context, DType, Graph, Tensor, find_device};
 use qrun::engine::Engine;
 use qrun::model::forward::{
-    DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
+    CatchUp, DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
 };
 use qrun::state::{KV_PAD, KvTypes, State};
 use support::*;
@@ -187,7 +187,9 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
         let kv = KvTypes { k: dtype, v: dtype };
         let state = State::new(config, &engine.backends()[0], kv, 2 * KV_PAD, 4, true).unwrap();
         for &n_tokens in widths {
-            for head in [HeadPass::Off, HeadPass::Keys, HeadPass::Logits] {
+            let mut heads = vec![HeadPass::Off, HeadPass::Keys, HeadPass::Logits];
+            heads.extend((n_tokens == 1).then_some(HeadPass::Owe));
+            for head in heads {
                 let mut outputs = vec![0, 1, n_tokens];
                 outputs.dedup();
                 for n_outputs in outputs {
@@ -206,6 +208,11 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
                     n_graphs += 1;
                 }
             }
+        }
+        for n in [1, 7, 32] {
+            let late = CatchUp::new(config, model, &state, engine.backends(), (n, n % 4)).unwrap();
+            n_nodes += assert_all_taken(late.unwrap().graph(), &format!("{dtype}, {n} late"));
+            n_graphs += 1;
         }
         for depth in 1..=6 {
             let keeps = [

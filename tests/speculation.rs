@@ -20,6 +20,7 @@ use qrun::model::forward::DraftVocab;
 use qrun::sampler::{Sampler, SamplerParams};
 use qrun::session::{Outputs, Session, SessionParams, Snapshot};
 use qrun::speculate::{Depth, SpecParams, Speculator};
+use qrun::state::MAX_OWED;
 use qrun::tokenizer::Tokenizer;
 use qrun::vocab;
 use support::*;
@@ -793,9 +794,10 @@ fn speculation_gives_plain_decodings_bits_for_quantized_weights() {
             ..Request::default()
         };
         for sampler in samplers() {
-            let (plain, a) = model.answer(&request, &sampler, None, exact, None);
+            let (plain, mut a) = model.answer(&request, &sampler, None, exact, None);
             for n in [1, 4, 6] {
-                let (guessed, b) = model.answer(&request, &sampler, Some(&depth(n)), exact, None);
+                let (guessed, mut b) =
+                    model.answer(&request, &sampler, Some(&depth(n)), exact, None);
                 assert_eq!(plain.tokens, guessed.tokens, "depth {n}");
                 // Bit by bit: the same keys, values and states (the plain session has no head).
                 let (a, b) = (a.snapshot().unwrap(), b.snapshot().unwrap());
@@ -821,7 +823,9 @@ fn the_head_costs_its_own_tensors_and_cells() {
     let (a, b) = (plain.bytes(), with.bytes());
     // One more layer of keys and values.
     assert_eq!(b.kv * attention, a.kv * (attention + 1));
-    assert_eq!(b.state, a.state + 4 * config.n_embd as usize);
+    // Its last hidden state, and those that it may lag behind.
+    let hidden = (1 + MAX_OWED) * 4 * config.n_embd as usize;
+    assert_eq!(b.state, a.state + hidden);
     // States of three more tokens.
     assert!(b.rollback >= 3 * a.state * 9 / 10 && b.rollback < 4 * a.state);
     // Nothing of the weights is there twice.
@@ -887,7 +891,7 @@ fn damaged_heads_are_mended_or_switched_off() {
     assert!(!zero.engine.mtp_status().on);
     assert!(zero.engine.mtp_status().reason.contains("zeros"));
 
-    // A head that is never right is not asked for ever.
+    // A head that ranks tokens at random is found out by its first drafts.
     let mut variant = Variant::read(&demo());
     let mut random = Random(9);
     for tensor in &mut variant.tensors {
@@ -909,5 +913,5 @@ fn damaged_heads_are_mended_or_switched_off() {
     let (answer, _) = garbage.answer(&request, &greedy, Some(&depth(2)), f32_params(), None);
     let stats = answer.speculation.unwrap();
     assert_eq!(plain.tokens, answer.tokens);
-    assert!(stats.rounds <= 64 || stats.accepted > 0, "{stats:?}");
+    assert_eq!(stats.rounds, 8, "{stats:?}");
 }

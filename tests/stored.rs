@@ -82,7 +82,8 @@ fn a_restarted_program_processes_only_what_is_new() {
         // The answer, all but its last token processed.
         session.eval(&[7, 8, 9], Outputs::None, &never()).unwrap();
         text.extend([7, 8, 9, 10]);
-        assert_eq!(states.store(&session, session.n_past()).unwrap(), [""; 0]);
+        let n = session.n_past();
+        assert_eq!(states.store(&mut session, n).unwrap(), [""; 0]);
         text.extend(200..210);
         let expected = ask(&mut states, &mut session, &text);
         assert_eq!((expected.0, expected.1), (43, 11));
@@ -114,7 +115,7 @@ fn the_boundary_before_an_answer_is_kept_where_it_is_wanted() {
     let mut states = cache(folder.path(), &session);
     let text: Vec<u32> = (100..140).collect();
     ask(&mut states, &mut session, &text);
-    states.store(&session, 38).unwrap();
+    states.store(&mut session, 38).unwrap();
     assert_eq!(files(folder.path()).len(), 1);
     // A template that changes the answer's beginning goes on from the boundary.
     let mut changed = text[..38].to_vec();
@@ -129,7 +130,8 @@ fn the_boundary_before_an_answer_is_kept_where_it_is_wanted() {
     assert_eq!(ask(&mut states, &mut again, &changed).0, 38);
     // What memory has no room for is on disk as soon as the boundary is reached.
     assert_eq!(files(folder.path()).len(), 2);
-    states.store(&again, again.n_past()).unwrap();
+    let n = again.n_past();
+    states.store(&mut again, n).unwrap();
     assert_eq!(files(folder.path()).len(), 3);
     #[cfg(unix)]
     for file in files(folder.path()) {
@@ -155,7 +157,8 @@ static STATE: LazyLock<(Vec<u8>, String, Vec<u32>)> = LazyLock::new(|| {
     let mut states = cache(folder.path(), &session);
     let text: Vec<u32> = (100..120).collect();
     ask(&mut states, &mut session, &text);
-    states.store(&session, session.n_past()).unwrap();
+    let n = session.n_past();
+    states.store(&mut session, n).unwrap();
     let path = files(folder.path()).pop().unwrap();
     let name = path.file_name().unwrap().to_str().unwrap().to_owned();
     (fs::read(path).unwrap(), name, [&text[..], &[5, 6]].concat())
@@ -302,7 +305,8 @@ fn a_folder_that_cannot_be_written_is_one_line() {
     let mut said = Vec::new();
     for turn in 0..3u32 {
         ask(&mut states, &mut session, &[turn, 2, 3, 4]);
-        said.extend(states.store(&session, session.n_past()).unwrap());
+        let n = session.n_past();
+        said.extend(states.store(&mut session, n).unwrap());
     }
     assert_eq!(said.len(), 1);
     assert!(said[0].contains("not kept on disk any more"), "{said:?}");

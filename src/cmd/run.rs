@@ -604,9 +604,9 @@ impl Runner<'_> {
         if self
             .speculator
             .as_ref()
-            .is_some_and(Speculator::head_is_hopeless)
+            .is_some_and(Speculator::head_is_damaged)
         {
-            return "speculation off: the MTP head was never right, it must be damaged".to_owned();
+            return "speculation off: the MTP head ranked the first tokens at random, it must be damaged".to_owned();
         }
         if stats.rounds == 0 {
             return "speculation: nothing was guessed, plain decoding was faster".to_owned();

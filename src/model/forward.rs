@@ -11,7 +11,7 @@ use ggml_metal::{Backend, Context, DType, DeviceKind, Graph, Tensor};
 
 use super::config::{Config, LayerConfig};
 use super::weights::{Attention, DeltaNet, Ffn, GateUp, Layer, Mixer, Model, Moe, Mtp, Qkv};
-use crate::state::{DeltaNetState, HeadState, KvCache, LayerState, N_SEQS, State};
+use crate::state::{DeltaNetState, HeadState, KV_PAD, KvCache, LayerState, N_SEQS, State};
 
 /// The shape of one trunk pass.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -39,6 +39,9 @@ pub struct TrunkShape {
 pub enum HeadPass {
     /// Nothing: its state goes stale.
     Off,
+    /// The hidden state of the pass' only token is kept, and a [`CatchUp`] of many tokens writes their keys and values
+    /// once they are needed.
+    Owe,
     /// Its keys and values are written for every token of the pass.
     Keys,
     /// The whole head runs, and its logits come out for every token of the pass.
@@ -100,6 +103,8 @@ struct Inputs {
     mask: Tensor,
     /// As `mask`, without cell 0, which the draft head leaves unused.
     head_mask: Option<Tensor>,
+    /// The row that the hidden state goes to which the head will need later, `[1]` I64.
+    owed_at: Option<Tensor>,
     scratch: Scratch,
 }
 
@@ -164,13 +169,7 @@ impl TrunkGraph {
         };
         let context = Context::new(capacity)?;
         let ctx = &context;
-        let inputs = Inputs::new(
-            ctx,
-            config,
-            shape.n_tokens,
-            shape.n_kv,
-            shape.head == HeadPass::Logits,
-        );
+        let inputs = Inputs::new(ctx, config, shape.n_tokens, shape.n_kv, shape.head);
         let pass = Pass {
             ctx,
             config,
@@ -258,12 +257,15 @@ impl TrunkGraph {
     }
 
     /// Runs the pass over `tokens` at positions from `n_past` on. The logits are those of the last tokens, as many
-    /// as the shape says.
+    /// as the shape says. `n_owed` tokens before are those that the head lags behind, for [`HeadPass::Owe`].
     ///
     /// # Errors
     /// When the device fails.
-    pub fn compute(&mut self, tokens: &[u32], n_past: usize) -> Result<()> {
+    pub fn compute(&mut self, tokens: &[u32], n_past: usize, n_owed: usize) -> Result<()> {
         self.inputs.set(&mut self.graph, tokens, n_past)?;
+        if let Some(owed_at) = &self.inputs.owed_at {
+            self.graph.stage(owed_at, &[n_owed as i64])?;
+        }
         if let Some(rows) = &self.out_rows {
             let end = tokens.len() as i32;
             let first = end - self.shape.n_outputs as i32;
@@ -325,6 +327,80 @@ pub struct DraftShape {
     pub keeps: DraftKeeps,
 }
 
+/// Makes up for passes of [`HeadPass::Owe`]: writes the draft head's keys and values of tokens that it lags behind, and
+/// the hidden state that it goes on from.
+pub struct CatchUp {
+    graph: Graph,
+    inputs: Inputs,
+}
+
+impl CatchUp {
+    /// Describes and allocates a catch-up of `n` tokens, the first of which began with the newest `back` tokens before
+    /// it taken back; none where the model has no draft head or the state does not keep it up.
+    ///
+    /// # Errors
+    /// When memory runs out.
+    pub fn new(
+        config: &Config,
+        model: &Model<Tensor>,
+        state: &State,
+        backends: &[Backend],
+        (n, back): (usize, usize),
+    ) -> Result<Option<Self>> {
+        let (Some(mtp), Some(head)) = (&model.mtp, &state.head) else {
+            return Ok(None);
+        };
+        let context = Context::new(node_capacity(config, 0))?;
+        let ctx = &context;
+        let inputs = Inputs::new(ctx, config, n, KV_PAD, HeadPass::Keys);
+        let pass = Pass {
+            ctx,
+            config,
+            inputs: &inputs,
+            n_tokens: n as i64,
+            n_kv: KV_PAD as i64,
+            joins: true,
+            on_cpu: backends[0].device().kind() == DeviceKind::Cpu,
+            unsplit: false,
+            n_slots: state.n_slots(),
+            back,
+            observer: None,
+        };
+        let embd = ctx.get_rows(&mtp.embed_tokens, &inputs.tokens);
+        let rows = |of: &Tensor, first: usize, n: usize| {
+            let (n_embd, stride) = (config.n_embd, of.nb(1));
+            ctx.view(of, &[n_embd, n as i64], &[stride], first * stride)
+        };
+        let first = pass.last_hidden(head);
+        let before = match n {
+            1 => first,
+            _ => ctx.concat(&first, &rows(&head.owed, 0, n - 1), 1),
+        };
+        pass.head_keys(mtp, head, &embd, &before);
+        let newest = rows(&head.hidden, state.n_slots() - 1, 1);
+        ctx.expand(&ctx.cpy(&rows(&head.owed, n - 1, 1), &newest));
+        Ok(Some(Self {
+            graph: Graph::new(context, backends).context("building the draft head's catch-up")?,
+            inputs,
+        }))
+    }
+
+    /// The graph, for its nodes and its memory.
+    pub fn graph(&self) -> &Graph {
+        &self.graph
+    }
+
+    /// Writes the entries of `tokens`, which stand at positions from `first` on.
+    ///
+    /// # Errors
+    /// When the device fails.
+    pub fn compute(&mut self, tokens: &[u32], first: usize) -> Result<()> {
+        self.inputs.set(&mut self.graph, tokens, first)?;
+        self.graph.compute()?;
+        Ok(())
+    }
+}
+
 /// The tokens that the draft head chooses from: ids are roughly in order of frequency, and the added tokens stand at
 /// their end, so that two views of the output matrix are a smaller head.
 #[derive(Clone, Copy, PartialEq, Eq, Debug)]
@@ -384,7 +460,7 @@ impl DraftGraph {
         };
         let mut inputs = Vec::with_capacity(shape.depth);
         for _ in 0..shape.depth {
-            inputs.push(Inputs::new(ctx, config, 1, shape.n_kv, true));
+            inputs.push(Inputs::new(ctx, config, 1, shape.n_kv, HeadPass::Logits));
         }
         let (mut tokens, mut kept, mut sampled) = (Vec::new(), Vec::new(), Vec::new());
         let mut hidden = None; // [n_embd, 1]
@@ -535,6 +611,15 @@ impl DraftVocab {
         }
     }
 
+    /// The place of a token in the smaller vocabulary, if it has it.
+    pub fn place(self, token: u32) -> Option<usize> {
+        let id = i64::from(token);
+        match id - self.last_from {
+            after @ 0.. => usize::try_from(self.n_first + after).ok(),
+            _ => (id < self.n_first).then_some(token as usize),
+        }
+    }
+
     /// All its tokens by place, `[1, n]` I32.
     fn ids(self, backend: &Backend, n_vocab: i64) -> Result<Tensor> {
         let n = self.n_first + n_vocab - self.last_from;
@@ -556,7 +641,7 @@ fn node_capacity(config: &Config, depth: usize) -> usize {
 }
 
 impl Inputs {
-    fn new(ctx: &Context, config: &Config, n_tokens: usize, n_kv: usize, head: bool) -> Self {
+    fn new(ctx: &Context, config: &Config, n_tokens: usize, n_kv: usize, head: HeadPass) -> Self {
         let (n, n_kv) = (n_tokens as i64, n_kv as i64);
         let n_rows = config.rope.n_rows() as i64;
         Self {
@@ -564,7 +649,9 @@ impl Inputs {
             positions: ctx.input("positions", DType::I32, &[n_rows * n]),
             cells: ctx.input("cells", DType::I64, &[n]),
             mask: ctx.input("mask", DType::F16, &[n_kv, n]),
-            head_mask: head.then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
+            head_mask: (head == HeadPass::Logits)
+                .then(|| ctx.input("head_mask", DType::F16, &[n_kv, n])),
+            owed_at: (head == HeadPass::Owe).then(|| ctx.input("owed_at", DType::I64, &[1])),
             scratch: Scratch::default(),
         }
     }
@@ -1187,6 +1274,10 @@ impl Pass<'_> {
         what: HeadPass,
     ) -> Option<Tensor> {
         let (ctx, n) = (self.ctx, self.n_tokens);
+        if let Some(owed_at) = &self.inputs.owed_at {
+            ctx.expand(&ctx.set_rows(&state.owed, hidden, owed_at));
+            return None;
+        }
         let n_embd = self.config.n_embd;
         let embd = if w.embed_tokens.is_same(&model.token_embd) {
             embd.clone()
@@ -1212,11 +1303,7 @@ impl Pass<'_> {
             ctx.output(&logits); // [n_vocab, n]
             Some(logits)
         } else {
-            let x = self.rms_norm(&self.head_input(w, &embd, &before), &w.layer.attn_norm);
-            if let (Mixer::Attention(attn), Some(config)) = (&w.layer.mixer, &self.config.mtp) {
-                let (k, v) = self.keys_and_values(attn, config, &x);
-                self.store(attn, config, &state.kv, &k, &v, self.config.n_layer());
-            }
+            self.head_keys(w, state, &embd, &before);
             None
         };
         let newest = |of: &Tensor| {
@@ -1226,6 +1313,15 @@ impl Pass<'_> {
         };
         ctx.expand(&ctx.cpy(&newest(hidden), &newest(&state.hidden)));
         logits
+    }
+
+    /// Writes the draft head's keys and values of tokens, from their embeddings and the hidden states before them.
+    fn head_keys(&self, w: &Mtp<Tensor>, state: &HeadState, embd: &Tensor, before: &Tensor) {
+        let x = self.rms_norm(&self.head_input(w, embd, before), &w.layer.attn_norm);
+        if let (Mixer::Attention(attn), Some(config)) = (&w.layer.mixer, &self.config.mtp) {
+            let (k, v) = self.keys_and_values(attn, config, &x);
+            self.store(attn, config, &state.kv, &k, &v, self.config.n_layer());
+        }
     }
 
     /// The trunk's hidden state at the last token that counts, `[n_embd, 1]`.

@@ -328,7 +328,7 @@ impl Loaded {
             } else {
                 boundary
             };
-            self.states.store(&self.session, n)
+            self.states.store(&mut self.session, n)
         });
         let notices = stored.unwrap_or_else(|error| vec![crate::report::error_line(&error)]);
         for notice in notices {
@@ -443,7 +443,7 @@ impl Loaded {
             Ok(())
         })?;
         publish::answered(&answer, read, &self.session);
-        self.states.save(&self.session)?;
+        self.states.save(&mut self.session)?;
         let ending = Ending {
             tps: answer.decode_tps(),
             n_tokens: answer.tokens.len(),
