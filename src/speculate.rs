@@ -111,6 +111,9 @@ pub struct SpecStats {
     pub other_s: f64,
     /// Tokens a second that passes of one token would have made, from those that were measured; 0 if none was.
     pub plain_tps: f64,
+    /// Why as many tokens were guessed as were, for people.
+    #[serde(skip)]
+    pub reason: &'static str,
 }
 
 impl SpecStats {
@@ -258,6 +261,7 @@ pub struct Speculator {
     patience: u64,
     text: TextIndex,
     depth_now: usize,
+    reason: &'static str,
     test: HeadTest,
     /// For each place how often a guess is taken to be right, with all before it, whatever the model says.
     imposed: Vec<f64>,
@@ -273,6 +277,7 @@ const FIRST_TRIAL: usize = 2;
 const HOPE: f64 = 0.9;
 /// A pass that guesses again now and then without a draft keeps the plain cost up to date.
 const PLAIN_EVERY: u64 = 256;
+const TRIAL: &str = "trying whether guesses pay";
 /// Guessing has to promise this much to be preferred.
 const MARGIN: f64 = 1.02;
 
@@ -294,6 +299,7 @@ impl Speculator {
             patience: FIRST_PATIENCE,
             text: TextIndex::default(),
             depth_now: 0,
+            reason: "",
             test: HeadTest::default(),
             imposed: Vec::new(),
         }
@@ -324,6 +330,7 @@ impl Speculator {
     pub fn stats(&self) -> SpecStats {
         SpecStats {
             plain_tps: self.plain_tps(),
+            reason: self.reason,
             ..self.stats.clone()
         }
     }
@@ -379,6 +386,7 @@ impl Speculator {
         let from_text = self.guess_from_text(session.tokens(), token, most);
         let use_text = !from_text.is_empty() && self.pays_from_text(from_text.len());
         let mut draft = if use_text {
+            self.reason = "from the text";
             Draft {
                 tokens: from_text,
                 source: Source::Text,
@@ -388,6 +396,9 @@ impl Speculator {
             let depth = self.choose_depth().min(most);
             self.guess_with_head(session, sampler, token, depth)?
         } else {
+            if self.head_is_damaged() {
+                self.reason = "the MTP head is damaged";
+            }
             Draft::default()
         };
         if draft.tokens.len() < self.params.draft_min {
@@ -468,8 +479,15 @@ impl Speculator {
     /// The depth that promises most tokens a second.
     fn choose_depth(&mut self) -> usize {
         let most = self.params.draft_max;
+        self.reason = match self.stats.rounds {
+            0 => "plain decoding is faster so far",
+            _ => "plain decoding is faster now",
+        };
         match self.params.depth {
-            Depth::Fixed(depth) => return depth.min(most),
+            Depth::Fixed(depth) => {
+                self.reason = "as set";
+                return depth.min(most);
+            }
             Depth::Auto if most == 0 => return 0,
             Depth::Auto => {}
         }
@@ -482,11 +500,11 @@ impl Speculator {
         if self.pass_or_guess(2).is_none() || self.draft_or_guess(1).is_none() {
             // Nothing is known of wider passes: one depth says enough about the others. Its first round only warms
             // up, so two are made, when the text is long enough to be worth it.
-            return if self.passes[1].n < FIRST_PLAIN {
-                0
-            } else {
-                FIRST_TRIAL.min(most)
-            };
+            if self.passes[1].n < FIRST_PLAIN {
+                return 0;
+            }
+            self.reason = TRIAL;
+            return FIRST_TRIAL.min(most);
         }
         let (mut best, mut best_rate, mut best_trial) = (0, MARGIN / plain, (1, 0.0));
         let mut can_pay = false;
@@ -508,12 +526,14 @@ impl Speculator {
         }
         if best > 0 {
             self.patience = FIRST_PATIENCE;
+            self.reason = "fastest by what was measured";
         } else if !can_pay && self.patience < LAST_PATIENCE {
             // Not even if every guess were right: no text will change that, only other measurements.
             self.patience = LAST_PATIENCE;
         } else if self.idle >= self.patience {
             // The text may have become easier to guess: see whether it did.
             self.patience = (2 * self.patience).min(LAST_PATIENCE);
+            self.reason = TRIAL;
             return best_trial.0;
         }
         best

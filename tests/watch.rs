@@ -173,6 +173,7 @@ fn a_run_is_followed_to_its_end() {
         keys(spec),
         [
             "depth",
+            "reason",
             "passes",
             "rounds",
             "tokens",

@@ -89,6 +89,9 @@ pub struct Pass {
 pub struct Speculation {
     /// Tokens guessed before the last pass.
     pub depth: u32,
+    /// Why so many.
+    #[serde(default)]
+    pub reason: String,
     /// Passes over the model, with and without guesses.
     pub passes: u64,
     /// Passes that checked guesses.
@@ -268,6 +271,7 @@ impl Speculation {
     pub fn new(stats: &SpecStats, depth: usize) -> Self {
         Self {
             depth: depth as u32,
+            reason: stats.reason.to_owned(),
             passes: stats.passes,
             rounds: stats.rounds,
             tokens: stats.tokens,
@@ -297,6 +301,7 @@ impl Speculation {
         let (a, b) = (&self.seconds, &before.seconds);
         Self {
             depth: self.depth,
+            reason: self.reason.clone(),
             passes: self.passes - before.passes,
             rounds: self.rounds.saturating_sub(before.rounds),
             tokens: self.tokens.saturating_sub(before.tokens),
@@ -337,12 +342,7 @@ impl Speculation {
         live.round = self.round().or(live.round);
         live.speculation = tui::Speculation {
             depth: Some(self.depth),
-            reason: match (self.depth, self.rounds) {
-                (0, 0) => "plain decoding is faster so far".to_owned(),
-                (0, _) => "plain decoding is faster now".to_owned(),
-                // The lines do not tell whether the number was set or chosen.
-                _ => String::new(),
-            },
+            reason: self.reason.clone(),
             acceptance: (self.drafted > 0).then(|| self.accepted as f32 / self.drafted as f32),
             by_position: self.by_position(),
             tokens_per_pass: (self.passes > 0).then(|| self.tokens as f32 / self.passes as f32),

@@ -847,14 +847,6 @@ impl Chat {
         match &figures.stats {
             Some(stats) => {
                 line::Speculation::new(stats, figures.depth.unwrap_or(0)).show(live);
-                let spec = &mut live.speculation;
-                match self.args.spec.spec {
-                    Spec::Fixed(_) => spec.reason = "as set".to_owned(),
-                    Spec::Auto if spec.depth > Some(0) => {
-                        spec.reason = "fastest by what was measured".to_owned();
-                    }
-                    Spec::Auto => {}
-                }
             }
             None => live.speculation.depth = None,
         }

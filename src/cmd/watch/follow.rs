@@ -236,6 +236,7 @@ mod tests {
             tps,
             speculation: Some(Speculation {
                 depth: 2,
+                reason: "as set".to_owned(),
                 passes,
                 rounds: passes,
                 tokens: 2 * passes,
