@@ -239,9 +239,10 @@ impl HeadTest {
         let Some(&own) = logits.get(at) else {
             return;
         };
-        let likelier = logits.iter().filter(|&&l| l > own).count();
+        // Of tokens that are as likely this one counts as the last: a head may say nothing at all.
+        let before = logits.iter().filter(|&&l| l >= own).count();
         self.n += 1;
-        self.n_near += usize::from(likelier * Self::NEAR < logits.len());
+        self.n_near += usize::from(own.is_finite() && before * Self::NEAR <= logits.len());
     }
 }
 

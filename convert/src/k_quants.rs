@@ -1,8 +1,9 @@
 //! Q4_K, Q5_K and Q6_K, several blocks at a time.
 //!
 //! The searches for scales are ggml's (`make_qkx2_quants`, with importance `make_qkx3_quants`, and `make_qx_quants` in
-//! `ggml-quants.c`), operation by operation, so that the bytes are the same. ggml walks through one block of 16 or 32 values after the other, each
-//! addition waiting for the one before; here [`LANES`] blocks are searched side by side, one in each lane of a vector.
+//! `ggml-quants.c`), operation by operation, so that the bytes are the same. ggml walks through one block of 16 or 32
+//! values after the other, each addition waiting for the one before; here [`LANES`] blocks are searched side by side,
+//! one in each lane of a vector.
 
 use std::array::from_fn;
 
