@@ -3,7 +3,8 @@
 //! `cargo bench --bench speculation_speed -- [-n N] [-r N] [-t N] [--temp T] [--way NAME].. [--json OUT] [FILE]`
 //!
 //! For each kind of text every way of decoding generates the same prompts in turn, so that what disturbs the machine
-//! disturbs all of them alike; every other repetition goes through them backwards. The table has medians over all texts of a kind.
+//! disturbs all of them alike; every other repetition goes through them backwards. The table has medians over all
+//! texts of a kind.
 #![allow(clippy::unwrap_used, clippy::expect_used)]
 
 use std::path::PathBuf;

@@ -424,11 +424,7 @@ impl Speculator {
             return Ok(draft);
         }
         let p_min = self.params.p_min;
-        if self.test.is_open() && self.imposed.is_empty() {
-            let (tokens, logits) = session.draft(token, depth)?;
-            draft.tokens = tokens;
-            draft.first_row = logits[..logits.len() / depth].to_vec();
-        } else if self.params.sampled && sampler.temp > 0.0 {
+        if self.params.sampled && sampler.temp > 0.0 {
             let first = session.n_past() as u64 + 1;
             let noise = gumbel_noise(sampler, first, depth);
             let drawn = session.draft_with_noise(token, SAMPLED_BEST, &noise)?;
@@ -449,6 +445,12 @@ impl Speculator {
             let end = confidence.iter().position(|&p| p < p_min);
             draft.tokens = tokens;
             draft.tokens.truncate(end.unwrap_or(depth));
+        } else if self.test.is_open() && self.imposed.is_empty() {
+            // The other ways look at the head's certainty themselves: one that knows nothing ends its drafts, or shows
+            // in what is accepted.
+            let (tokens, logits) = session.draft(token, depth)?;
+            draft.tokens = tokens;
+            draft.first_row = logits[..logits.len() / depth].to_vec();
         } else {
             draft.tokens = session.draft_tokens(token, depth)?;
         }

@@ -13,7 +13,7 @@ use qrun::engine::Engine;
 use qrun::model::forward::{
     CatchUp, DraftGraph, DraftKeeps, DraftShape, DraftVocab, HeadPass, TrunkGraph, TrunkShape,
 };
-use qrun::state::{KV_PAD, KvTypes, State};
+use qrun::state::{KV_PAD, KvTypes, MAX_OWED, State};
 use support::*;
 
 /// What Metal's backend takes, for a device with simdgroup reductions, simdgroup matrices and bfloat (every Apple
@@ -209,7 +209,7 @@ fn walk(path: &Path, types: &[DType], widths: &[usize]) -> (usize, usize) {
                 }
             }
         }
-        for n in [1, 7, 32] {
+        for n in [1, 7, MAX_OWED] {
             let late = CatchUp::new(config, model, &state, engine.backends(), (n, n % 4)).unwrap();
             n_nodes += assert_all_taken(late.unwrap().graph(), &format!("{dtype}, {n} late"));
             n_graphs += 1;
