@@ -8,7 +8,7 @@ use std::time::{Duration, Instant};
 
 use crate::chat::StopFilter;
 use crate::grammar::Constraint;
-use crate::sampler::{SampleError, Sampler};
+use crate::sampler::{Candidate, SampleError, Sampler};
 use crate::session::{CancelToken, EvalError, Outputs, Session};
 use crate::speculate::{Draft, RoundTimes, SpecStats, Speculator};
 use crate::tokenizer::{DecodeStream, Tokenizer};
@@ -202,13 +202,16 @@ impl Generator<'_> {
             let n_known = pending.len();
             pending.extend_from_slice(&draft.tokens);
             let pass_start = Instant::now();
-            let greedy = self.sampler.is_greedy() && self.constraint.is_none();
-            let best = greedy && outputs != Outputs::None && self.session.finds_best();
-            let evaluated = if best {
-                let evaluated = self.session.eval_best(&pending, first_row, cancel);
-                evaluated.map(|_| ())
-            } else {
-                self.session.eval(&pending, outputs, cancel).map(|_| ())
+            let n_best = match outputs {
+                Outputs::None => None,
+                _ => self.n_best(pending.len(), draft.tokens.len() + 1),
+            };
+            let evaluated = match n_best {
+                Some(n) => {
+                    let evaluated = self.session.eval_best(&pending, first_row, n, cancel);
+                    evaluated.map(|_| ())
+                }
+                None => self.session.eval(&pending, outputs, cancel).map(|_| ()),
             };
             let verify = pass_start.elapsed();
             match evaluated {
@@ -326,6 +329,18 @@ impl Generator<'_> {
         Ok(())
     }
 
+    /// How many of the best tokens of each row are enough, where the device finds them faster: of a pass over so many
+    /// tokens with so many rows.
+    fn n_best(&self, n_tokens: usize, n_rows: usize) -> Option<usize> {
+        let n = match self.sampler.is_greedy() {
+            true => 1,
+            false => self.sampler.n_deciding()?,
+        };
+        // Whole rows, if they are needed after all, are those of the last chunk.
+        let in_one = n_rows == 1 || n_tokens <= self.session.params().n_batch;
+        (self.constraint.is_none() && in_one && self.session.finds_best(n)).then_some(n)
+    }
+
     fn see_prompt(&mut self, done: usize, total: usize, time: Duration) {
         if let Some(watch) = self.watch.as_deref_mut() {
             watch(Seen::Prompt { done, total, time });
@@ -359,24 +374,36 @@ impl Generator<'_> {
         let n_vocab = self.session.engine().config().n_vocab as usize;
         let first = self.session.n_past() - round.draft.tokens.len();
         let mut masked: Vec<f32> = Vec::new();
-        for row in 0..=round.draft.tokens.len() {
+        let n_rows = round.draft.tokens.len() + 1;
+        for row in 0..n_rows {
             let start = Instant::now();
             let position = (first + row) as u64;
             let constraint = self.constraint.as_deref_mut();
-            // Where the device found the best tokens there are no logits.
-            let logits = self.session.logits();
-            let logits = logits.get(row * n_vocab..(row + 1) * n_vocab);
-            let logits = logits.unwrap_or_default();
+            let best = self.session.best();
+            let best = &best[row * best.len() / n_rows..(row + 1) * best.len() / n_rows];
             let token = match constraint.filter(|_| !text.is_thinking()) {
-                None if !self.session.best().is_empty() => self.session.best()[row].0,
-                None => choose_token(self.sampler, logits, position, round.draft, row)?,
+                None if best.len() == 1 => best[0].0,
+                None => {
+                    let guess = Drafted::at(round.draft, row);
+                    match choose_from_best(self.sampler, best, n_vocab, position, guess)? {
+                        Some(token) => token,
+                        None => {
+                            if !best.is_empty() {
+                                self.session.read_rows()?;
+                            }
+                            let logits = row_of(self.session.logits(), row, n_vocab);
+                            choose_token(self.sampler, logits, position, guess)?
+                        }
+                    }
+                }
                 Some(constraint) => {
                     masked.clear();
-                    masked.extend_from_slice(logits);
+                    masked.extend_from_slice(row_of(self.session.logits(), row, n_vocab));
                     constraint
                         .mask(&mut masked)
                         .map_err(GenerateError::Constraint)?;
-                    let token = choose_token(self.sampler, &masked, position, round.draft, row)?;
+                    let guess = Drafted::at(round.draft, row);
+                    let token = choose_token(self.sampler, &masked, position, guess)?;
                     constraint
                         .accept(token)
                         .map_err(GenerateError::Constraint)?;
@@ -439,19 +466,55 @@ struct Round<'a> {
     sampling: Duration,
 }
 
+/// A guess that was drawn at random.
+#[derive(Clone, Copy)]
+struct Drafted<'a> {
+    token: u32,
+    /// What it was drawn from.
+    q: &'a [Candidate],
+}
+
+impl<'a> Drafted<'a> {
+    fn at(draft: &'a Draft, row: usize) -> Option<Self> {
+        let (token, q) = (*draft.tokens.get(row)?, draft.drawn_from.get(row)?);
+        Some(Self { token, q })
+    }
+}
+
 /// The token at `position`: chosen from the logits as without a draft, or where the draft was drawn at random, by
 /// the rule that keeps the distribution.
 fn choose_token(
     sampler: &mut Sampler,
     logits: &[f32],
     position: u64,
-    draft: &Draft,
-    row: usize,
-) -> Result<u32, GenerateError> {
-    Ok(match (draft.drawn_from.get(row), draft.tokens.get(row)) {
-        (Some(q), Some(&drafted)) => sampler.check_drawn(logits, position, drafted, q)?,
-        _ => sampler.sample(logits, position)?,
-    })
+    drafted: Option<Drafted<'_>>,
+) -> Result<u32, SampleError> {
+    match drafted {
+        Some(Drafted { token, q }) => sampler.check_drawn(logits, position, token, q),
+        None => sampler.sample(logits, position),
+    }
+}
+
+/// As [`choose_token`], from the best tokens of the row; none where these do not decide, or there are none.
+fn choose_from_best(
+    sampler: &mut Sampler,
+    best: &[(u32, f32)],
+    n_vocab: usize,
+    position: u64,
+    drafted: Option<Drafted<'_>>,
+) -> Result<Option<u32>, SampleError> {
+    if best.is_empty() {
+        return Ok(None);
+    }
+    match drafted {
+        Some(Drafted { token, q }) => sampler.check_drawn_best(best, n_vocab, position, token, q),
+        None => sampler.sample_best(best, n_vocab, position),
+    }
+}
+
+fn row_of(logits: &[f32], row: usize, n_vocab: usize) -> &[f32] {
+    let row = logits.get(row * n_vocab..(row + 1) * n_vocab);
+    row.unwrap_or_default()
 }
 
 /// Receives the text as it comes.

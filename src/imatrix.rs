@@ -50,7 +50,7 @@ pub fn collect(
         n_kv: chunk_size.next_multiple_of(KV_PAD),
         n_outputs: 0,
         head: if mtp { HeadPass::Logits } else { HeadPass::Off },
-        best: false,
+        best: 0,
         back: 0,
         unsplit: false,
     };

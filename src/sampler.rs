@@ -238,6 +238,9 @@ impl FromStr for Stage {
     }
 }
 
+/// Where more tokens than this decide, the whole row is looked at.
+const MOST_DECIDING: usize = 256;
+
 /// A token that the chain left in.
 #[derive(Clone, Copy, Debug, PartialEq)]
 pub struct Candidate {
@@ -333,36 +336,79 @@ impl Sampler {
     /// Softmax as in llama.cpp's last step: `f32` exponentials of the distance to the largest logit, their
     /// sum in `f64`, quotients rounded to `f32`.
     pub fn distribution(&mut self, logits: &[f32]) -> Result<&[Candidate], SampleError> {
-        let greedy = self.is_greedy();
-        let Self {
-            params,
-            chain,
-            history,
-            row,
-        } = self;
-        if greedy {
-            row.load_best(logits)?;
+        if self.is_greedy() {
+            self.row.load_best(logits)?;
         } else {
-            row.load(logits, &params.logit_bias)?;
+            self.row.load(logits, &self.params.logit_bias)?;
         }
-        for &stage in chain.iter() {
-            match stage {
-                Stage::Penalties => row.penalise(recent(history, params.repeat_last_n), params)?,
-                Stage::TopK => row.top_k(usize::try_from(params.top_k).unwrap_or(usize::MAX)),
-                Stage::TypicalP => row.typical(params.typical_p),
-                Stage::TopP => row.top_p(params.top_p),
-                Stage::MinP => row.min_p(params.min_p),
-                Stage::Temperature => row.temperature(params.temp),
+        for at in 0..self.chain.len() {
+            self.run_stage(at)?;
+        }
+        self.row.softmax()
+    }
+
+    /// How many of a row's best tokens decide about [`Self::distribution`], where not all tokens do: the chain begins by
+    /// keeping the best, perhaps after penalties that only lower logits, and there is no bias. One more than are
+    /// kept, so that it is seen where a tie decides.
+    pub fn n_deciding(&self) -> Option<usize> {
+        let params = &self.params;
+        let lowered = match self.chain[..] {
+            [Stage::TopK, ..] => 0,
+            [Stage::Penalties, Stage::TopK, ..] => {
+                let lower = params.repeat_penalty >= 1.0
+                    && params.presence_penalty >= 0.0
+                    && params.frequency_penalty >= 0.0;
+                usize::try_from(params.repeat_last_n)
+                    .ok()
+                    .filter(|_| lower)?
+            }
+            _ => return None,
+        };
+        let kept = usize::try_from(params.top_k).ok()?;
+        let n = kept.checked_add(lowered)?.checked_add(1)?;
+        (params.logit_bias.is_empty() && n <= MOST_DECIDING).then_some(n)
+    }
+
+    /// [`Self::distribution`] from the best tokens of a row, in any order, with their logits: those that
+    /// [`Self::n_deciding`] asks for, or the whole vocabulary of `n_vocab` where it has fewer. None where a tie leaves
+    /// open which tokens are kept, so that the whole row has to be looked at.
+    pub fn distribution_of_best(
+        &mut self,
+        best: &[(u32, f32)],
+        n_vocab: usize,
+    ) -> Result<Option<&[Candidate]>, SampleError> {
+        self.row.load_best_of(best)?;
+        let floor = best.iter().map(|b| b.1).fold(f32::INFINITY, f32::min);
+        let n_kept = usize::try_from(self.params.top_k).unwrap_or(usize::MAX);
+        // The tokens that are not here have the lowest logit of those that are, at most.
+        let decided = |worst: f32| worst > floor || best.len() >= n_vocab;
+        let cut = self.chain.iter().position(|&stage| stage == Stage::TopK);
+        for at in 0..self.chain.len() {
+            self.run_stage(at)?;
+            if cut == Some(at) && !self.row.worst_of(n_kept).is_none_or(decided) {
+                return Ok(None);
             }
         }
-        row.softmax()
+        self.row.softmax().map(Some)
     }
 
     /// Draws the token of absolute position `position` (prompt included) from [`Self::distribution`], with
     /// the number of (seed, position, [`Purpose::Target`]).
     pub fn sample(&mut self, logits: &[f32], position: u64) -> Result<u32, SampleError> {
-        let uniform = keyed_uniform(self.params.seed, position, Purpose::Target);
-        draw(self.distribution(logits)?, uniform).ok_or(SampleError::NoCandidate)
+        let seed = self.params.seed;
+        draw_target(self.distribution(logits)?, seed, position)
+    }
+
+    /// As [`Self::sample`] from what [`Self::distribution_of_best`] takes; none where that gives none.
+    pub fn sample_best(
+        &mut self,
+        best: &[(u32, f32)],
+        n_vocab: usize,
+        position: u64,
+    ) -> Result<Option<u32>, SampleError> {
+        let seed = self.params.seed;
+        let p = self.distribution_of_best(best, n_vocab)?;
+        p.map(|p| draw_target(p, seed, position)).transpose()
     }
 
     /// Checks a draft token that was drawn from the distribution `q` (Leviathan et al., "Fast inference from
@@ -376,11 +422,61 @@ impl Sampler {
         q: &[Candidate],
     ) -> Result<u32, SampleError> {
         let seed = self.params.seed;
-        let accept = keyed_uniform(seed, position, Purpose::Accept);
-        let residual = keyed_uniform(seed, position, Purpose::Residual);
-        let p = self.distribution(logits)?;
-        check_drawn(p, q, drafted, accept, residual).ok_or(SampleError::NoCandidate)
+        check_target(self.distribution(logits)?, seed, position, drafted, q)
     }
+
+    /// As [`Self::check_drawn`] from what [`Self::distribution_of_best`] takes; none where that gives none.
+    pub fn check_drawn_best(
+        &mut self,
+        best: &[(u32, f32)],
+        n_vocab: usize,
+        position: u64,
+        drafted: u32,
+        q: &[Candidate],
+    ) -> Result<Option<u32>, SampleError> {
+        let seed = self.params.seed;
+        let p = self.distribution_of_best(best, n_vocab)?;
+        p.map(|p| check_target(p, seed, position, drafted, q))
+            .transpose()
+    }
+
+    /// The stage at this place of the chain.
+    fn run_stage(&mut self, at: usize) -> Result<(), SampleError> {
+        let Self {
+            params,
+            chain,
+            history,
+            row,
+        } = self;
+        match chain[at] {
+            Stage::Penalties => row.penalise(recent(history, params.repeat_last_n), params)?,
+            Stage::TopK => row.top_k(usize::try_from(params.top_k).unwrap_or(usize::MAX)),
+            Stage::TypicalP => row.typical(params.typical_p),
+            Stage::TopP => row.top_p(params.top_p),
+            Stage::MinP => row.min_p(params.min_p),
+            Stage::Temperature => row.temperature(params.temp),
+        }
+        Ok(())
+    }
+}
+
+/// The token at `position` of a distribution.
+fn draw_target(p: &[Candidate], seed: u64, position: u64) -> Result<u32, SampleError> {
+    let uniform = keyed_uniform(seed, position, Purpose::Target);
+    draw(p, uniform).ok_or(SampleError::NoCandidate)
+}
+
+/// [`check_drawn`] with the random numbers of a position.
+fn check_target(
+    p: &[Candidate],
+    seed: u64,
+    position: u64,
+    drafted: u32,
+    q: &[Candidate],
+) -> Result<u32, SampleError> {
+    let accept = keyed_uniform(seed, position, Purpose::Accept);
+    let residual = keyed_uniform(seed, position, Purpose::Residual);
+    check_drawn(p, q, drafted, accept, residual).ok_or(SampleError::NoCandidate)
 }
 
 /// The rule of [`Sampler::check_drawn`], with its two random numbers in [0, 1).

@@ -5,6 +5,7 @@
 //! of one, before the head is asked the next time. Otherwise the head is off for this session and its state does not
 //! exist, so it can never be stale.
 
+use std::ops::RangeInclusive;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::time::{Duration, Instant};
@@ -25,6 +26,9 @@ const MAX_CTX: usize = 1 << 30;
 const NARROW: usize = 8;
 /// Cells allocated at first; doubled as the context fills.
 const FIRST_CELLS: usize = 1024;
+/// Narrow passes of a GPU look at a multiple of this many cells, or of an eighth of them all: looking at hidden cells costs
+/// it little, while each new graph is described, allocated and recorded anew.
+const GPU_KV_PAD: usize = 1024;
 
 /// How a session runs.
 #[derive(Clone, Copy, Debug, PartialEq)]
@@ -216,6 +220,8 @@ pub struct Session {
     owed_back: usize,
     logits: Vec<f32>,
     best: Vec<(u32, f32)>,
+    /// Use [`Session::eval_best`] on any device.
+    always_best: bool,
     head_logits: Vec<f32>,
     compute_time: Duration,
 }
@@ -280,6 +286,7 @@ impl Session {
             owed_back: 0,
             logits: Vec::new(),
             best: Vec::new(),
+            always_best: false,
             head_logits: Vec::new(),
             compute_time: Duration::ZERO,
             engine,
@@ -349,7 +356,7 @@ impl Session {
                 n_tokens,
                 n_kv,
                 n_outputs: n_outputs.min(n_tokens),
-                best: false,
+                best: 0,
                 head: session.head_pass(n_tokens),
                 back: 0,
                 unsplit: session.backend().device().kind() == DeviceKind::Cpu,
@@ -414,12 +421,13 @@ impl Session {
         outputs: Outputs,
         cancel: &CancelToken,
     ) -> Result<&[f32], EvalError> {
-        self.run(tokens, outputs, false, false, cancel)?;
+        self.run(tokens, outputs, false, 0, cancel)?;
         Ok(&self.logits)
     }
 
-    /// As [`Session::eval`] of the tokens from `first` on, but returns only the best token of each row, with its
-    /// logit, as the device finds it.
+    /// As [`Session::eval`] of the tokens from `first` on, but returns only the `n_best` best tokens of each row with
+    /// their logits, as the device finds them, in no order; at most as many as the vocabulary has. Among equal logits
+    /// the device chooses.
     ///
     /// # Errors
     /// See [`EvalError`].
@@ -427,10 +435,23 @@ impl Session {
         &mut self,
         tokens: &[u32],
         first: usize,
+        n_best: usize,
         cancel: &CancelToken,
     ) -> Result<&[(u32, f32)], EvalError> {
-        self.run(tokens, Outputs::From(first), false, true, cancel)?;
+        self.run(tokens, Outputs::From(first), false, n_best.max(1), cancel)?;
         Ok(&self.best)
+    }
+
+    /// The whole rows of the last pass that gave several best tokens of each, as many rows as that pass had.
+    ///
+    /// # Errors
+    /// When the device cannot be read.
+    pub fn read_rows(&mut self) -> anyhow::Result<&[f32]> {
+        self.logits.clear();
+        if let Some(graph) = self.graphs.last() {
+            graph.read_logits(&mut self.logits)?;
+        }
+        Ok(&self.logits)
     }
 
     /// The tokens that the last [`Session::eval_best`] returned.
@@ -438,10 +459,17 @@ impl Session {
         &self.best
     }
 
-    /// True where [`Session::eval_best`] is faster than looking through the logits: on devices that have memory of
-    /// their own.
-    pub fn finds_best(&self) -> bool {
-        self.backend().device().kind() == DeviceKind::Gpu
+    /// True where [`Session::eval_best`] of so many tokens is faster than looking through the logits: one on all GPUs,
+    /// more where rows would have to be sent from a memory of its own.
+    pub fn finds_best(&self, n_best: usize) -> bool {
+        let device = self.backend().device();
+        let own_memory = device.kind() == DeviceKind::Gpu && !device.maps_host_memory();
+        self.always_best || own_memory || n_best == 1 && device.kind() == DeviceKind::Gpu
+    }
+
+    /// Makes [`Session::finds_best`] true, to try on any device what only some do by themselves.
+    pub fn always_find_best(&mut self) {
+        self.always_best = true;
     }
 
     /// The logits that the last [`Session::eval`] returned.
@@ -464,7 +492,7 @@ impl Session {
                 "this session does not keep up the draft head"
             )));
         }
-        self.run(tokens, Outputs::All, true, false, cancel)?;
+        self.run(tokens, Outputs::All, true, 0, cancel)?;
         Ok((&self.logits, &self.head_logits))
     }
 
@@ -473,9 +501,10 @@ impl Session {
         tokens: &[u32],
         outputs: Outputs,
         head_logits: bool,
-        best: bool,
+        n_best: usize,
         cancel: &CancelToken,
     ) -> Result<(), EvalError> {
+        let n_best = n_best.min(self.engine.config().n_vocab as usize);
         self.logits.clear();
         self.best.clear();
         self.head_logits.clear();
@@ -506,9 +535,9 @@ impl Session {
             let n_owed = self.owed;
             let shape = TrunkShape {
                 n_tokens: chunk.len(),
-                n_kv: (n_past + chunk.len()).next_multiple_of(KV_PAD),
+                n_kv: self.n_kv(n_past + chunk.len(), chunk.len() <= self.n_narrow()),
                 n_outputs,
-                best: best && n_outputs > 0,
+                best: if n_outputs > 0 { n_best } else { 0 },
                 head,
                 back: self.back,
                 unsplit: self.backend().device().kind() == DeviceKind::Cpu,
@@ -532,12 +561,14 @@ impl Session {
             let first = self.logits.len();
             // The graph just used is the last in the list.
             if let Some(graph) = self.graphs.last() {
-                graph.read_logits(&mut self.logits)?;
+                if n_best == 0 {
+                    graph.read_logits(&mut self.logits)?;
+                }
                 graph.read_best(&mut self.best)?;
                 graph.read_head_logits(&mut self.head_logits)?;
             }
             self.tokens.extend_from_slice(chunk);
-            self.check_finite(first, n_outputs)?;
+            self.check_finite(first, n_outputs, n_best)?;
         }
         Ok(())
     }
@@ -659,7 +690,7 @@ impl Session {
         let n_past = self.n_past();
         let shape = DraftShape {
             depth,
-            n_kv: (n_past + depth).next_multiple_of(KV_PAD),
+            n_kv: self.n_kv(n_past + depth, true),
             back: self.back,
             vocab: self.params.draft_vocab,
             keeps,
@@ -676,10 +707,8 @@ impl Session {
 
     /// The draft chain of that shape, made if there is none, moved to the end of the list.
     fn draft_graph(&mut self, shape: DraftShape) -> anyhow::Result<&mut DraftGraph> {
-        let near = self.near_border();
-        let serves =
-            |n_kv: usize| n_kv == shape.n_kv || near && n_kv.abs_diff(shape.n_kv) == KV_PAD;
-        self.drafts.retain(|g| serves(g.shape().n_kv));
+        let near = self.n_kv_near();
+        self.drafts.retain(|g| near.contains(&g.shape().n_kv));
         if let Some(at) = self.drafts.iter().position(|g| g.shape() == shape) {
             let graph = self.drafts.remove(at);
             self.drafts.push(graph);
@@ -702,10 +731,27 @@ impl Session {
         Ok(&mut self.drafts[last])
     }
 
-    /// True where passes over two numbers of cells may take turns, because drafts are taken back.
-    fn near_border(&self) -> bool {
-        let after = self.n_past() % KV_PAD;
-        after.min(KV_PAD - after) <= NARROW.max(self.state.n_slots())
+    /// The widest pass of those that decode: single tokens, and drafts that are checked.
+    fn n_narrow(&self) -> usize {
+        NARROW.max(self.state.n_slots())
+    }
+
+    /// Cells that attention looks at when there will be `n` tokens: more than those, so that a graph serves many
+    /// passes.
+    fn n_kv(&self, n: usize, narrow: bool) -> usize {
+        let step = if narrow && self.backend().device().kind() == DeviceKind::Gpu {
+            GPU_KV_PAD.max(n.next_power_of_two() / 8)
+        } else {
+            KV_PAD
+        };
+        n.next_multiple_of(step).min(self.state.n_cells())
+    }
+
+    /// What [`Session::n_kv`] is for the passes around here: near a border it changes to and fro as drafts are taken
+    /// back.
+    fn n_kv_near(&self) -> RangeInclusive<usize> {
+        let fewest = self.n_past().saturating_sub(self.n_narrow()).max(1);
+        self.n_kv(fewest, true)..=self.n_kv(self.n_past() + self.n_narrow(), true)
     }
 
     /// A chain of drafts can end in as many ways as it has steps, and one more; passes have as many widths.
@@ -823,15 +869,15 @@ impl Session {
     fn graph(&mut self, shape: TrunkShape) -> anyhow::Result<&mut TrunkGraph> {
         // A graph over fewer cells will not be used again until the session is rewound, and of the wide ones, whose
         // memory counts, one is kept at most.
-        let near = self.near_border();
-        let narrow = |g: &TrunkShape| g.n_tokens <= NARROW.max(self.state.n_slots());
-        let serves = |g: &TrunkShape| {
-            let cells = g.n_kv.abs_diff(shape.n_kv);
-            *g == shape
-                || cells == 0 && (narrow(g) || narrow(&shape))
-                || cells == KV_PAD && near && narrow(g)
-        };
-        self.graphs.retain(|g| serves(&g.shape()));
+        let near = self.n_kv_near();
+        let wide_kv = self.n_kv(self.n_past() + shape.n_tokens, false);
+        let n_narrow = self.n_narrow();
+        self.graphs.retain(|g| {
+            let g = g.shape();
+            g == shape
+                || g.n_tokens <= n_narrow && near.contains(&g.n_kv)
+                || g.n_tokens > n_narrow && shape.n_tokens <= n_narrow && g.n_kv == wide_kv
+        });
         if let Some(at) = self.graphs.iter().position(|g| g.shape() == shape) {
             let graph = self.graphs.remove(at);
             self.graphs.push(graph);
@@ -852,7 +898,7 @@ impl Session {
     }
 
     /// `first` is where the newest rows of logits begin.
-    fn check_finite(&self, first: usize, n_rows: usize) -> Result<(), EvalError> {
+    fn check_finite(&self, first: usize, n_rows: usize, n_best: usize) -> Result<(), EvalError> {
         let n_vocab = self.engine.config().n_vocab as usize;
         let rows = self.logits[first..].chunks_exact(n_vocab);
         for (row, logits) in rows.enumerate() {
@@ -864,8 +910,8 @@ impl Session {
             }
         }
         match self.best.iter().position(|(_, logit)| !logit.is_finite()) {
-            Some(row) => Err(EvalError::NonFinite {
-                position: self.n_past() - self.best.len() + row,
+            Some(at) => Err(EvalError::NonFinite {
+                position: self.n_past() - (self.best.len() - at).div_ceil(n_best.max(1)),
             }),
             None => Ok(()),
         }

@@ -260,6 +260,9 @@ pub struct Speculator {
     /// Passes since the last draft, and how many to let go by before the next trial.
     idle: u64,
     patience: u64,
+    /// Passes that guessed since the last plain one, and how many there may be.
+    busy: u64,
+    plain_after: u64,
     text: TextIndex,
     depth_now: usize,
     reason: &'static str,
@@ -276,8 +279,12 @@ const FIRST_PLAIN: usize = 16;
 const FIRST_TRIAL: usize = 2;
 /// A cost that was not measured is taken to be this share of what others let expect.
 const HOPE: f64 = 0.9;
-/// A pass that guesses again now and then without a draft keeps the plain cost up to date.
-const PLAIN_EVERY: u64 = 256;
+/// A pass without a draft now and then keeps the plain cost up to date: the first soon after guessing began, since it may
+/// have begun because of a cost from a slower time, then fewer and fewer.
+const FIRST_PLAIN_AFTER: u64 = 8;
+const LAST_PLAIN_AFTER: u64 = 256;
+/// Where guessing promises so much, no slower time explains it.
+const SURE: f64 = 1.5;
 const TRIAL: &str = "trying whether guesses pay";
 /// Guessing has to promise this much to be preferred.
 const MARGIN: f64 = 1.02;
@@ -298,6 +305,8 @@ impl Speculator {
             right_from_text: Rate::BELIEF,
             idle: 0,
             patience: FIRST_PATIENCE,
+            busy: 0,
+            plain_after: FIRST_PLAIN_AFTER,
             text: TextIndex::default(),
             depth_now: 0,
             reason: "",
@@ -497,7 +506,9 @@ impl Speculator {
         let Some(plain) = self.pass_cost(1) else {
             return 0;
         };
-        if self.stats.rounds > 0 && self.stats.passes.is_multiple_of(PLAIN_EVERY) {
+        if self.busy >= self.plain_after {
+            self.reason = "measuring a plain pass";
+            self.plain_after = (2 * self.plain_after).min(LAST_PLAIN_AFTER);
             return 0;
         }
         if self.pass_or_guess(2).is_none() || self.draft_or_guess(1).is_none() {
@@ -526,6 +537,11 @@ impl Speculator {
             if rate > best_trial.1 {
                 best_trial = (depth, rate);
             }
+        }
+        if best == 0 {
+            self.plain_after = FIRST_PLAIN_AFTER;
+        } else if best_rate * plain > SURE {
+            self.plain_after = LAST_PLAIN_AFTER;
         }
         if best > 0 {
             self.patience = FIRST_PATIENCE;
@@ -609,9 +625,11 @@ impl Speculator {
         stats.other_s += times.other.as_secs_f64();
         if drafted == 0 {
             self.idle += 1;
+            self.busy = 0;
             return;
         }
         self.idle = 0;
+        self.busy += 1;
         stats.rounds += 1;
         stats.drafted += drafted as u64;
         stats.accepted += accepted as u64;

@@ -185,9 +185,9 @@ fn greedy_text_equals_the_goldens() {
                     break;
                 }
                 // The device finds the best token itself, where it can.
-                let best = if session.finds_best() {
+                let best = if session.finds_best(1) {
                     session
-                        .eval_best(&tokens, tokens.len() - 1, &never())
+                        .eval_best(&tokens, tokens.len() - 1, 1, &never())
                         .unwrap()[0]
                         .0
                 } else {

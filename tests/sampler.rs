@@ -474,6 +474,48 @@ proptest! {
     }
 
     #[test]
+    fn the_best_tokens_decide_as_the_whole_row_does(seed: u64) {
+        let mut rng = Rng(seed);
+        let logits = rng.sized_row();
+        let history = rng.history(logits.len());
+        let mut params = random_params(&mut rng);
+        params.top_k = 1 + rng.below(100) as i32;
+        params.samplers.insert(0, Stage::TopK);
+        if rng.below(2) == 0 {
+            randomise_penalties(&mut params, &mut rng);
+            params.repeat_penalty = params.repeat_penalty.max(1.0);
+            params.presence_penalty = params.presence_penalty.abs();
+            params.frequency_penalty = params.frequency_penalty.abs();
+            params.samplers.insert(0, Stage::Penalties);
+        }
+        let mut sampler = sampler(params, &history);
+        let Some(n) = sampler.n_deciding() else {
+            return Ok(());
+        };
+        // As a device gives them: any of equal ones, in any order.
+        let mut ids: Vec<u32> = (0..logits.len() as u32).collect();
+        let mut shuffle = |ids: &mut [u32]| {
+            for last in (1..ids.len()).rev() {
+                ids.swap(last, rng.below(last + 1));
+            }
+        };
+        let logit = |id: u32| logits[id as usize];
+        shuffle(&mut ids);
+        ids.sort_by(|&a, &b| logit(b).partial_cmp(&logit(a)).unwrap());
+        ids.truncate(n);
+        shuffle(&mut ids);
+        let best: Vec<(u32, f32)> = ids.iter().map(|&id| (id, logit(id))).collect();
+        let whole = sampler.distribution(&logits).unwrap().to_vec();
+        match sampler.distribution_of_best(&best, logits.len()).unwrap() {
+            Some(found) => prop_assert_eq!(found, whole),
+            None => {
+                let floor = best.iter().map(|b| b.1).fold(f32::INFINITY, f32::min);
+                prop_assert!(logits.iter().filter(|&&l| l == floor).count() > 1);
+            }
+        }
+    }
+
+    #[test]
     fn rewinding_restores_the_state_exactly(seed: u64, drafts in prop::collection::vec(0u32..50, 0..120)) {
         let mut rng = Rng(seed);
         let logits = rng.row(50);

@@ -273,7 +273,7 @@ fn the_best_token_is_that_of_the_logits() {
         let mut session = model.batched(7);
         for (part, from) in [(0..20, 0), (20..21, 0), (21..30, 5)] {
             let best = session
-                .eval_best(&tokens[part.clone()], from, &never())
+                .eval_best(&tokens[part.clone()], from, 1, &never())
                 .unwrap()
                 .to_vec();
             assert_eq!(best.len(), part.len() - from);
@@ -283,6 +283,26 @@ fn the_best_token_is_that_of_the_logits() {
             }
             assert!(session.logits().is_empty());
         }
+
+        // Several of each row, and after them whole rows.
+        let mut session = model.batched(7);
+        let n_best = 6;
+        let mut best = session
+            .eval_best(&tokens[..5], 2, n_best, &never())
+            .unwrap()
+            .to_vec();
+        let whole = session.read_rows().unwrap();
+        for (i, row) in whole.chunks(model.n_vocab).enumerate() {
+            assert_close(row, rows[2 + i]);
+            let best = &mut best[i * n_best..(i + 1) * n_best];
+            best.sort_by(|a, b| b.1.total_cmp(&a.1));
+            let mut ranked: Vec<usize> = (0..row.len()).collect();
+            ranked.sort_by(|&a, &b| row[b].total_cmp(&row[a]));
+            for (&(id, logit), &place) in best.iter().zip(&ranked) {
+                assert_eq!((logit, row[id as usize]), (row[place], logit));
+            }
+        }
+        assert_eq!(whole.len(), 3 * model.n_vocab);
     }
 }
 

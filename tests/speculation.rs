@@ -99,14 +99,26 @@ impl Model {
             n_rollback: spec.map_or(0, |s| s.draft_max),
             ..session
         });
+        let answer = self.answer_in(&mut session, request, sampler, spec, grammar);
+        (answer, session)
+    }
+
+    fn answer_in(
+        &self,
+        session: &mut Session,
+        request: &Request,
+        sampler: &SamplerParams,
+        spec: Option<&SpecParams>,
+        grammar: Option<&Grammar>,
+    ) -> Answer {
         let mut sampler = Sampler::new(sampler.clone()).unwrap();
         let mut constraint = grammar.map(|g| {
             let factory = GrammarFactory::new(&self.tokenizer).unwrap();
             factory.constraint(g).unwrap()
         });
         let mut speculator = spec.map(|s| Speculator::new(*s, None));
-        let answer = Generator {
-            session: &mut session,
+        Generator {
+            session,
             tokenizer: &self.tokenizer,
             sampler: &mut sampler,
             constraint: constraint.as_mut(),
@@ -114,8 +126,7 @@ impl Model {
             watch: None,
         }
         .answer(request, &never(), &mut |_| Ok(()))
-        .unwrap();
-        (answer, session)
+        .unwrap()
     }
 }
 
@@ -453,6 +464,53 @@ fn the_text_is_the_same_with_every_kind_of_draft() {
     let model = Model::made(&synthetic(true));
     let prompts = vec![model.tokens(20, &mut Random(3))];
     assert_eq!(compare(&model, &prompts, 24, f32_params()), 33);
+}
+
+/// As on a device that finds the best tokens itself.
+#[test]
+fn the_text_is_the_same_from_the_best_tokens_of_each_row() {
+    let model = Model::demo_in_f32();
+    let request = Request {
+        prompt: model.chat(QUESTIONS[0]),
+        n_predict: Some(60),
+        ignore_eos: true,
+        ..Request::default()
+    };
+    let warm = SamplerParams {
+        temp: 0.9,
+        top_k: 20,
+        top_p: 0.95,
+        seed: 3,
+        ..SamplerParams::default()
+    };
+    let penalties = SamplerParams {
+        presence_penalty: 1.5,
+        repeat_penalty: 1.1,
+        ..warm.clone()
+    };
+    let drawn = SpecParams {
+        sampled: true,
+        ..depth(3)
+    };
+    let mut texts = Vec::new();
+    for sampler in [SamplerParams::greedy(), warm, penalties] {
+        for spec in [None, Some(depth(3)), Some(drawn)] {
+            let (whole, _) = model.answer(&request, &sampler, spec.as_ref(), f32_params(), None);
+            let mut session = model.session(SessionParams {
+                mtp: spec.is_some(),
+                n_rollback: 3,
+                ..f32_params()
+            });
+            session.always_find_best();
+            let best = model.answer_in(&mut session, &request, &sampler, spec.as_ref(), None);
+            // Those of the last pass, without whole rows.
+            assert!(!session.best().is_empty() && session.logits().is_empty());
+            assert_eq!(best.tokens, whole.tokens, "{sampler:?}, {spec:?}");
+            texts.push(whole.tokens);
+        }
+    }
+    texts.dedup();
+    assert!(texts.len() >= 3, "{}", texts.len());
 }
 
 #[test]

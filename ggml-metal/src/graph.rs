@@ -23,6 +23,9 @@ pub struct Context {
 /// Room that is never given out: operations may make an intermediate view besides their result.
 const SPARE_TENSORS: usize = 4;
 
+/// Rows that the layouts of ggml's CPU backend interleave at most.
+const INTERLEAVED_ROWS: i64 = 16;
+
 // SAFETY: all state is owned; only sharing between threads (Sync) is ruled out, by the cells.
 unsafe impl Send for Context {}
 
@@ -286,9 +289,14 @@ impl Context {
     }
 
     /// The rows of `a` and then those of `b` as one matrix, where they lie so in memory; else none. Nothing is copied.
+    /// Layouts made for a CPU interleave groups of rows: of quantized matrices only whole groups are joined.
     pub fn joined_rows(&self, a: &Tensor, b: &Tensor) -> Option<Tensor> {
+        let whole_groups = a.dtype().block_size() == 1
+            || a.ne(1) == b.ne(1)
+            || [a, b].iter().all(|t| t.ne(1) % INTERLEAVED_ROWS == 0);
         let fits = a.dtype() == b.dtype()
             && a.ne(0) == b.ne(0)
+            && whole_groups
             && [a, b]
                 .iter()
                 .all(|t| t.ne(2) == 1 && t.ne(3) == 1 && t.is_contiguous());

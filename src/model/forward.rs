@@ -22,9 +22,9 @@ pub struct TrunkShape {
     pub n_kv: usize,
     /// Positions whose logits come out; none for the inner chunks of a prompt.
     pub n_outputs: usize,
-    /// Only the best token of each row comes out, and its logit: a device with memory of its own then need not send
-    /// whole rows.
-    pub best: bool,
+    /// Only so many of the best tokens of each row come out, with their logits, where it is not 0: a device with memory
+    /// of its own then need not send whole rows.
+    pub best: usize,
     /// What the draft head does alongside.
     pub head: HeadPass,
     /// Newest tokens of the pass before that do not count: rejected drafts, whose states are passed over.
@@ -55,7 +55,7 @@ pub struct TrunkGraph {
     inputs: Inputs,
     out_rows: Option<Tensor>,
     logits: Option<Tensor>,
-    /// The best token of each row, `[n_outputs]` I32, and its logit.
+    /// The best tokens of each row, `n_outputs` times as many as the shape says, I32, and their logits.
     best: Option<(Tensor, Tensor)>,
     head_logits: Option<Tensor>,
     observed: Vec<Observed>,
@@ -222,9 +222,10 @@ impl TrunkGraph {
                 _ => hidden,
             };
             let logits = pass.linear(&model.output, &rows).named("logits");
-            if shape.best {
-                best = Some(pass.best(&logits));
-            } else {
+            if shape.best > 0 {
+                best = Some(pass.best(&logits, shape.best as i64));
+            }
+            if shape.best != 1 {
                 ctx.output(&logits); // [n_vocab, n_outputs]
             }
             logits
@@ -234,7 +235,7 @@ impl TrunkGraph {
             shape,
             inputs,
             out_rows,
-            logits: logits.filter(|_| !shape.best),
+            logits: logits.filter(|_| shape.best != 1),
             best,
             head_logits,
             observed: Vec::new(),
@@ -287,7 +288,7 @@ impl TrunkGraph {
         Ok(self.graph.read(tensor.as_slice(), out)?)
     }
 
-    /// Appends the best token of each row and its logit, where the pass was made for that.
+    /// Appends the best tokens of each row with their logits, in no order, where the pass was made for that.
     ///
     /// # Errors
     /// When the device cannot be read.
@@ -798,14 +799,19 @@ impl Pass<'_> {
         self.ctx.mul_mat(w, x)
     }
 
-    /// The place of the largest value of each row, `[m]` I32, and that value, `[1, 1, m]`; both are outputs.
-    fn best(&self, rows: &Tensor) -> (Tensor, Tensor) {
+    /// The places of the `k` largest values of each row, `k * m` of I32, and those values, `[1, k, m]`; both are
+    /// outputs.
+    fn best(&self, rows: &Tensor, k: i64) -> (Tensor, Tensor) {
         let ctx = self.ctx;
         let (n, m) = (rows.ne(0), rows.ne(1));
-        let places = ctx.argmax(rows).named("best");
+        let places = match k {
+            1 => ctx.argmax(rows),
+            _ => ctx.top_k(rows, k),
+        };
+        let places = places.named("best");
         let values = ctx.get_rows(
             &ctx.reshape(rows, &[1, n, m]),
-            &ctx.reshape(&places, &[1, m]),
+            &ctx.reshape(&places, &[k, m]),
         );
         ctx.output(&places);
         ctx.output(&values);
@@ -882,20 +888,14 @@ impl Pass<'_> {
         x: &Tensor,
     ) -> (Tensor, Tensor, Tensor) {
         match &w.qkv {
-            Qkv::Separate { q, k, v } => (self.linear(q, x), self.linear(k, x), self.linear(v, x)),
+            Qkv::Separate { q, k, v } => self.linears([q, k, v], x, self.joins).into(),
             Qkv::Fused(qkv) => {
                 let all = self.linear(qkv, x);
                 let n_q = 2 * self.config.head_dim * config.n_head;
                 let n_kv = self.config.head_dim * config.n_head_kv;
                 let part = |first: i64, n: i64| {
-                    let view = self.ctx.view(
-                        &all,
-                        &[n, x.ne(1)],
-                        &[all.nb(1)],
-                        first as usize * all.nb(0),
-                    );
-                    // The next steps reshape, which wants no gaps.
-                    self.ctx.cont(&view)
+                    let offset = first as usize * all.nb(0);
+                    self.ctx.view(&all, &[n, x.ne(1)], &[all.nb(1)], offset)
                 };
                 (part(0, n_q), part(n_q, n_kv), part(n_q + n_kv, n_kv))
             }
@@ -913,7 +913,8 @@ impl Pass<'_> {
         il: usize,
     ) {
         let (ctx, head_dim, n) = (self.ctx, self.config.head_dim, k.ne(1));
-        let k = ctx.reshape(k, &[head_dim, config.n_head_kv, n]);
+        let strides = [head_dim as usize * k.nb(0), k.nb(1)];
+        let k = ctx.view(k, &[head_dim, config.n_head_kv, n], &strides, 0);
         let k = self.rms_norm(&k, &w.k_norm);
         let k = ctx
             .rope(&k, &self.inputs.positions, &self.config.rope)
@@ -1003,7 +1004,12 @@ impl Pass<'_> {
             return x.clone();
         };
         let n = rotation.ne(0);
-        let blocks = self.ctx.reshape(x, &[n, x.n_elements() as i64 / n]);
+        let x = if x.is_contiguous() {
+            x.clone()
+        } else {
+            self.ctx.cont(x)
+        };
+        let blocks = self.ctx.reshape(&x, &[n, x.n_elements() as i64 / n]);
         self.ctx
             .reshape(&self.ctx.hadamard(rotation, &blocks), &x.shape())
     }
@@ -1046,8 +1052,13 @@ impl Pass<'_> {
         let (size, n_k, n_v) = (ssm.head_dim, ssm.n_k_heads, ssm.n_v_heads);
         let n = self.n_tokens / N_SEQS;
 
-        let qkv = self.linear(&w.qkv, x).named(format!("qkv-{il}"));
-        let qkv = ctx.transpose(&ctx.reshape(&qkv, &[ssm.conv_dim(), n, N_SEQS]));
+        let weights = [&w.qkv, &w.gate, &w.alpha, &w.beta];
+        let [qkv, z, alpha, beta] = self.linears(weights, x, self.joins);
+        let strides = [qkv.nb(1), qkv.nb(1) * n as usize];
+        let qkv = ctx
+            .view(&qkv, &[ssm.conv_dim(), n, N_SEQS], &strides, 0)
+            .named(format!("qkv-{il}"));
+        let qkv = ctx.transpose(&qkv);
         // [conv_kernel - 1 + n, conv_dim, n_seqs]: the window of past inputs, then the new ones.
         let element = state.conv.nb(0);
         let past = ctx.view(
@@ -1097,8 +1108,12 @@ impl Pass<'_> {
         };
         let (q, k, v) = (half(0), half(n_k), heads(2 * n_k, n_v));
 
-        // Files store alpha before beta.
-        let [alpha, beta] = self.linear_pair(&w.alpha, &w.beta, x, self.joins);
+        // Of GPUs not all have a sigmoid of rows with gaps between them.
+        let beta = if self.on_cpu || beta.is_contiguous() {
+            beta
+        } else {
+            ctx.cont(&beta)
+        };
         let beta = ctx.reshape(&ctx.sigmoid(&beta), &[1, n_v, n, N_SEQS]);
         let alpha = ctx.add(&alpha, &w.dt_bias);
         let g = ctx.mul(&ctx.softplus(&alpha), &w.a); // log of the decay
@@ -1140,31 +1155,50 @@ impl Pass<'_> {
             &[row, row * n_v as usize, row * (n_v * n) as usize],
             0,
         );
-        let z = ctx.reshape(&self.linear(&w.gate, x), &[size, n_v, n, N_SEQS]);
-        let out = ctx.mul(&self.rms_norm(&out, &w.norm), &ctx.silu(&z));
+        let out = self.rms_norm(&out, &w.norm);
         let out = ctx.reshape(&out, &[ssm.value_dim(), self.n_tokens]);
-        self.linear(&w.output, &out)
+        self.linear(&w.output, &ctx.swiglu(&z, &out)) // silu(z) * out
             .named(format!("delta_net_out-{il}"))
     }
 
     /// `down(silu(gate(x)) * up(x))`
     fn swiglu(&self, gate: &Tensor, up: &Tensor, down: &Tensor, x: &Tensor, join: bool) -> Tensor {
-        let [gate, up] = self.linear_pair(gate, up, x, join);
+        let [gate, up] = self.linears([gate, up], x, join);
         self.linear(down, &self.ctx.swiglu(&gate, &up))
     }
 
-    /// Products of the same `x` with two matrices: one operation where their rows follow each other in memory and
-    /// `join` allows it.
-    fn linear_pair(&self, a: &Tensor, b: &Tensor, x: &Tensor, join: bool) -> [Tensor; 2] {
-        let ctx = self.ctx;
-        let both = if join { ctx.joined_rows(a, b) } else { None };
-        let Some(both) = both else {
-            return [self.linear(a, x), self.linear(b, x)];
-        };
-        let y = self.linear(&both, x);
-        let part =
-            |first: i64, n: i64| ctx.view(&y, &[n, x.ne(1)], &[y.nb(1)], first as usize * y.nb(0));
-        [part(0, a.ne(1)), part(a.ne(1), b.ne(1))]
+    /// Products of the same `x` with several matrices: one operation for those whose rows follow each other in memory,
+    /// if `join` allows it. Their results are then columns of one, with gaps between the rows of several tokens.
+    fn linears<const N: usize>(
+        &self,
+        weights: [&Tensor; N],
+        x: &Tensor,
+        join: bool,
+    ) -> [Tensor; N] {
+        let (ctx, mut parts) = (self.ctx, weights.map(Tensor::clone));
+        let mut done = 0;
+        while done < N {
+            let (mut joined, mut end) = (weights[done].clone(), done + 1);
+            while let Some(more) = weights.get(end).filter(|_| join) {
+                let Some(longer) = ctx.joined_rows(&joined, more) else {
+                    break;
+                };
+                (joined, end) = (longer, end + 1);
+            }
+            let y = self.linear(&joined, x);
+            let mut first = 0;
+            for (part, w) in parts[done..end].iter_mut().zip(&weights[done..end]) {
+                let shape = [w.ne(1), x.ne(1)];
+                *part = if end - done > 1 {
+                    ctx.view(&y, &shape, &[y.nb(1)], first as usize * y.nb(0))
+                } else {
+                    y.clone()
+                };
+                first += w.ne(1);
+            }
+            done = end;
+        }
+        parts
     }
 
     /// The experts that the router picks, weighted, and the shared one: `[n_embd, n]` in and out.
@@ -1176,7 +1210,10 @@ impl Pass<'_> {
             .moe
             .map_or((1, 1), |m| (m.n_expert, m.n_expert_used));
 
-        let probs = ctx.soft_max(&self.linear(&w.gate_inp, x)); // [n_expert, n]
+        // A softmax wants rows without gaps.
+        let [routes, share] =
+            self.linears([&w.gate_inp, &w.gate_inp_shexp], x, self.joins && n == 1);
+        let probs = ctx.soft_max(&routes); // [n_expert, n]
         let chosen = ctx
             .argsort_top_k(&probs, n_used)
             .named(format!("experts-{il}")); // [n_used, n]
@@ -1214,7 +1251,7 @@ impl Pass<'_> {
         // CUDA computes the shared expert along with the chosen ones in narrow passes.
         let join = self.joins && (self.on_cpu || n > NARROW);
         let shared = self.swiglu(&w.gate_shexp, &w.up_shexp, &w.down_shexp, x, join);
-        let share = ctx.sigmoid(&self.linear(&w.gate_inp_shexp, x)); // [1, n]
+        let share = ctx.sigmoid(&share); // [1, n]
         ctx.add(&routed, &ctx.mul(&shared, &share))
             .named(format!("moe_out-{il}"))
     }
@@ -1340,7 +1377,7 @@ impl Pass<'_> {
         x: &Tensor,
     ) -> (Tensor, Tensor) {
         match &w.qkv {
-            Qkv::Separate { k, v, .. } => (self.linear(k, x), self.linear(v, x)),
+            Qkv::Separate { k, v, .. } => self.linears([k, v], x, self.joins).into(),
             Qkv::Fused(_) => {
                 let (_, k, v) = self.qkv(w, config, x);
                 (k, v)

@@ -2,7 +2,8 @@
 //!
 //! [`Model::bind`] walks the architecture once and asks for each tensor by name, shape and role. It is walked
 //! twice: first over the file's directory, so that every shape and type is checked before anything is loaded,
-//! then over the loaded weights.
+//! then over the loaded weights. Where weights are copied, they lie in the order of that walk: matrices that are
+//! multiplied with the same vectors come one after the other, so that they can be multiplied as one.
 
 use std::collections::HashSet;
 
@@ -82,16 +83,16 @@ pub struct DeltaNet<T> {
     pub qkv: T,
     /// `[n_embd, value_dim]`: the output gate z.
     pub gate: T,
+    /// `[n_embd, n_v_heads]`
+    pub alpha: T,
+    /// `[n_embd, n_v_heads]`
+    pub beta: T,
     /// `[conv_kernel, conv_dim]`
     pub conv1d: T,
     /// `[n_v_heads]`
     pub dt_bias: T,
     /// `[n_v_heads]`, already `-exp(A_log)`.
     pub a: T,
-    /// `[n_embd, n_v_heads]`
-    pub beta: T,
-    /// `[n_embd, n_v_heads]`
-    pub alpha: T,
     /// `[head_dim]`
     pub norm: T,
     /// `[value_dim, n_embd]`
@@ -117,12 +118,12 @@ pub enum Ffn<T> {
 pub struct Moe<T> {
     /// `[n_embd, n_expert]`: the router.
     pub gate_inp: T,
+    /// `[n_embd]`: how much of the shared expert is taken.
+    pub gate_inp_shexp: T,
     /// Gate and up projections of the experts.
     pub gate_up: GateUp<T>,
     /// `[n_ff, n_embd, n_expert]`
     pub down_exps: T,
-    /// `[n_embd]`: how much of the shared expert is taken.
-    pub gate_inp_shexp: T,
     /// `[n_embd, n_ff_shared]`
     pub gate_shexp: T,
     /// `[n_embd, n_ff_shared]`
@@ -489,6 +490,8 @@ impl<T> Binder<'_, '_, T> {
         Ok(DeltaNet {
             qkv: self.matrix("attn_qkv.weight", n_embd, ssm.conv_dim())?,
             gate: self.matrix("attn_gate.weight", n_embd, ssm.value_dim())?,
+            alpha: self.matrix("ssm_alpha.weight", n_embd, ssm.n_v_heads)?,
+            beta: self.matrix("ssm_beta.weight", n_embd, ssm.n_v_heads)?,
             conv1d: self.required(
                 "ssm_conv1d.weight",
                 &[ssm.conv_kernel, ssm.conv_dim()],
@@ -496,8 +499,6 @@ impl<T> Binder<'_, '_, T> {
             )?,
             dt_bias: self.vector("ssm_dt.bias", ssm.n_v_heads)?,
             a: self.vector("ssm_a", ssm.n_v_heads)?,
-            beta: self.matrix("ssm_beta.weight", n_embd, ssm.n_v_heads)?,
-            alpha: self.matrix("ssm_alpha.weight", n_embd, ssm.n_v_heads)?,
             norm: self.vector("ssm_norm.weight", ssm.head_dim)?,
             output: self.matrix("ssm_out.weight", ssm.value_dim(), n_embd)?,
         })
@@ -521,6 +522,7 @@ impl<T> Binder<'_, '_, T> {
         )?;
         Ok(Ffn::Moe(Moe {
             gate_inp: self.matrix("ffn_gate_inp.weight", n_embd, n_expert)?,
+            gate_inp_shexp: self.required("ffn_gate_inp_shexp.weight", &[n_embd], Role::Matrix)?,
             gate_up: match fused {
                 Some(gate_up) => GateUp::Fused(gate_up),
                 None => GateUp::Separate {
@@ -533,7 +535,6 @@ impl<T> Binder<'_, '_, T> {
                 &[n_ff, n_embd, n_expert],
                 Role::Experts,
             )?,
-            gate_inp_shexp: self.required("ffn_gate_inp_shexp.weight", &[n_embd], Role::Matrix)?,
             gate_shexp: self.matrix("ffn_gate_shexp.weight", n_embd, n_shared)?,
             up_shexp: self.matrix("ffn_up_shexp.weight", n_embd, n_shared)?,
             down_shexp: self.matrix("ffn_down_shexp.weight", n_shared, n_embd)?,

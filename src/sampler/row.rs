@@ -45,6 +45,32 @@ impl Row {
         Ok(())
     }
 
+    /// Takes some tokens of a row over, after the same check.
+    pub(super) fn load_best_of(&mut self, best: &[(u32, f32)]) -> Result<(), SampleError> {
+        self.dense = false;
+        self.ranked = false;
+        self.candidates.clear();
+        for &(id, logit) in best {
+            check(id, logit)?;
+            if logit > f32::NEG_INFINITY {
+                self.candidates.push(Candidate { id, logit, p: 0.0 });
+            }
+        }
+        if self.candidates.is_empty() {
+            return Err(SampleError::NoCandidate);
+        }
+        Ok(())
+    }
+
+    /// The lowest logit of the `n` that were kept; none where fewer were there to be kept.
+    pub(super) fn worst_of(&self, n: usize) -> Option<f32> {
+        let worst = self
+            .candidates
+            .last()
+            .filter(|_| self.candidates.len() >= n);
+        worst.map(|c| c.logit)
+    }
+
     /// Changes the logits of `recent` tokens, each once, by how often it occurs there.
     pub(super) fn penalise(
         &mut self,
