@@ -1,6 +1,6 @@
 //! qrun against llama.cpp in one process: the same file, the same ggml, the same threads, turn and turn about.
 //!
-//! `cargo bench --bench side_by_side -- [--device D] [--repack] [-p N] [-n N] [-r N] [-t N] [--json OUT] FILE...`
+//! `cargo bench --bench side_by_side -- [--device D] [--repack] [--text] [-p N] [-n N] [-r N] [-t N] [--json OUT] FILE...`
 //!
 //! A file may be `synthetic:SHAPE[:TYPE]`, which is written to the folder for temporary files first.
 //!
@@ -42,6 +42,10 @@ struct Args {
     /// Let qrun repack weights too
     #[arg(long)]
     repack: bool,
+    /// Decode text as qrun does: the device finds the best token, where it is faster at that. Without, both copy the logits of
+    /// every token and look through them
+    #[arg(long)]
+    text: bool,
     /// Starts of both, timed to the first token
     #[arg(long, default_value_t = 5)]
     starts: usize,
@@ -135,7 +139,7 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     };
     let mut session = Session::new(engine.clone(), session_params).unwrap();
     let prompt = prompt(args.prompt, &engine);
-    ours(&mut session, &prompt, WARM_UP);
+    ours(&mut session, &prompt, WARM_UP, args.text);
     let our_memory = anonymous_kib() - before;
 
     let before = anonymous_kib();
@@ -150,11 +154,11 @@ fn compare(file: &Path, args: &Args, n_threads: usize) -> serde_json::Value {
     let (mut a, mut b) = (Vec::new(), Vec::new());
     for i in 0..args.repetitions {
         if i % 2 == 0 {
-            a.push(ours(&mut session, &prompt, args.n_decode));
+            a.push(ours(&mut session, &prompt, args.n_decode, args.text));
             b.push(theirs(&mut peer, &prompt, args.n_decode));
         } else {
             b.push(theirs(&mut peer, &prompt, args.n_decode));
-            a.push(ours(&mut session, &prompt, args.n_decode));
+            a.push(ours(&mut session, &prompt, args.n_decode, args.text));
         }
     }
 
@@ -278,7 +282,7 @@ fn first_tokens(
         };
         let mut session = Session::new(engine.clone(), session_params).unwrap();
         let prompt = prompt(args.prompt, &engine);
-        ours(&mut session, &prompt, 0);
+        ours(&mut session, &prompt, 0, false);
         let ours = start.elapsed().as_secs_f64();
         drop((session, engine));
 
@@ -298,7 +302,7 @@ fn first_tokens(
     (a, b)
 }
 
-fn ours(session: &mut Session, prompt: &[u32], n: usize) -> Run {
+fn ours(session: &mut Session, prompt: &[u32], n: usize, text: bool) -> Run {
     session.clear().unwrap();
     let never = CancelToken::default();
     let start = Instant::now();
@@ -309,7 +313,11 @@ fn ours(session: &mut Session, prompt: &[u32], n: usize) -> Run {
     let mut tokens = Vec::with_capacity(n);
     for _ in 0..n {
         tokens.push(token);
-        token = best(session.eval(&[token], Outputs::Last, &never).unwrap());
+        token = if text && session.finds_best(1) {
+            session.eval_best(&[token], 0, 1, &never).unwrap()[0].0
+        } else {
+            best(session.eval(&[token], Outputs::Last, &never).unwrap())
+        };
     }
     Run {
         prompt,
@@ -328,7 +336,7 @@ fn theirs(peer: &mut PeerContext, prompt: &[u32], n: usize) -> Run {
     let mut tokens = Vec::with_capacity(n);
     for _ in 0..n {
         tokens.push(token);
-        token = best(&peer.decode(&[token], false).unwrap());
+        token = best(peer.next(token).unwrap());
     }
     Run {
         prompt,

@@ -293,7 +293,7 @@ fn peer_tps(peer: &mut PeerContext, prompt: &[u32], n: usize) -> f64 {
     let mut token = best(&peer.decode(prompt, false).unwrap());
     let start = Instant::now();
     for _ in 1..n {
-        token = best(&peer.decode(&[token], false).unwrap());
+        token = best(peer.next(token).unwrap());
     }
     (n.max(2) - 1) as f64 / start.elapsed().as_secs_f64()
 }

@@ -8,6 +8,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use qrun::engine::{Engine, EngineParams};
+use qrun::sampler::{Sampler, SamplerParams};
 use qrun::session::{Outputs, Session, SessionParams};
 use serde_json::Value;
 use support::*;
@@ -294,4 +295,45 @@ fn quantized_weights_agree_with_the_cpu() {
     }
     println!("mean divergence of the demo's distributions: {divergence:.2e}");
     assert!(divergence < 2e-2, "{divergence}");
+}
+
+/// The best tokens that the device picks out of each row decide as the whole row does.
+#[test]
+fn sampled_tokens_are_those_of_whole_rows() {
+    let Some(engine) = on_device(&demo()) else {
+        return;
+    };
+    let n_vocab = engine.config().n_vocab as usize;
+    let params = SamplerParams {
+        temp: 1.5,
+        top_k: 40,
+        seed: 5,
+        ..SamplerParams::default()
+    };
+    let mut sampler = Sampler::new(params).unwrap();
+    let n_best = sampler.n_deciding().unwrap();
+    let mut rows = Session::new(engine.clone(), keeping(3)).unwrap();
+    let mut best = Session::new(engine, keeping(3)).unwrap();
+    let mut tokens = TEXT.to_vec();
+    let (mut sampled, mut position) = (Vec::new(), 0);
+    while sampled.len() < 120 {
+        let from = tokens.len() - tokens.len().min(3);
+        rows.eval(&tokens, Outputs::From(from), &never()).unwrap();
+        best.eval_best(&tokens, from, n_best, &never()).unwrap();
+        tokens.clear();
+        let rows = rows.logits().chunks(n_vocab);
+        for (row, best) in rows.zip(best.best().chunks(n_best)) {
+            let expected = sampler.sample(row, position).unwrap();
+            let found = sampler.sample_best(best, n_vocab, position).unwrap();
+            assert!(found.is_none_or(|token| token == expected), "{position}");
+            sampled.push(found);
+            tokens.push(expected);
+            position += 1;
+        }
+        // Widths 1 to 3 take turns.
+        tokens.truncate(1 + sampled.len() % 3);
+    }
+    let decided = sampled.iter().flatten().count();
+    println!("{decided} of {} tokens decided by the best", sampled.len());
+    assert!(decided * 10 > sampled.len() * 9, "{decided}");
 }

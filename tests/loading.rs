@@ -12,7 +12,9 @@ use std::sync::Arc;
 use ggml_metal::{DType, Value};
 use qrun::engine::{Engine, EngineParams};
 use qrun::model::ModelFiles;
+use qrun::model::forward::{HeadPass, TrunkGraph, TrunkShape};
 use qrun::model::weights::{MtpStatus, Plan};
+use qrun::state::{KV_PAD, KvTypes, State};
 use support::*;
 use variants::{Variant, fuse_gate_up, fuse_qkv, synthetic};
 
@@ -456,6 +458,16 @@ fn unaligned_tensors_are_copied_instead_of_mapped() {
         let (trunk, head) = logits(&engine);
         assert_close(&case.trunk, &trunk, 0.0);
         assert_close(&case.head, &head, 0.0);
+        // Copied, they lie in the order of their use, and those of one input are multiplied as one.
+        let mapped = load(&case.write(&case.whole), None).unwrap();
+        let (joined, apart) = (products(&engine), products(&mapped));
+        assert!(joined < apart, "{joined}, {apart}");
+        let config = engine.config();
+        if case.whole.tensors.iter().all(|t| t.dtype == DType::F32) {
+            // Mixer: input and output. Feed-forward: input and output, and a router with the shared expert's share.
+            let each = if config.moe.is_some() { 5 } else { 4 };
+            assert_eq!(joined, each * config.n_layer() + 1);
+        }
 
         // Written again by the product's writer, the data is aligned and the key is gone.
         let source = ggml_metal::Gguf::open(&path).unwrap();
@@ -570,4 +582,27 @@ fn every_weight_type_that_is_accepted_can_be_computed_with() {
         assert!(!accepted.contains(&refused));
     }
     assert!(accepted.len() > 20);
+}
+
+/// Products with matrices that every token needs, in a pass of one token.
+fn products(engine: &Engine) -> usize {
+    let kv = KvTypes {
+        k: DType::F16,
+        v: DType::F16,
+    };
+    let (config, backends) = (engine.config(), engine.backends());
+    let state = State::new(config, &backends[0], kv, KV_PAD, 1, false).unwrap();
+    let shape = TrunkShape {
+        n_tokens: 1,
+        n_kv: KV_PAD,
+        n_outputs: 1,
+        best: 0,
+        head: HeadPass::Off,
+        back: 0,
+        unsplit: false,
+    };
+    let model = engine.weights().for_width(1);
+    let pass = TrunkGraph::new(config, model, &state, backends, shape).unwrap();
+    let nodes = pass.graph().nodes();
+    nodes.iter().filter(|node| node.op() == "MUL_MAT").count()
 }

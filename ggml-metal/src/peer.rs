@@ -218,6 +218,29 @@ impl PeerContext {
     /// # Errors
     /// When the tokens do not fit or are unknown, or llama.cpp fails.
     pub fn decode(&mut self, tokens: &[u32], want_all_logits: bool) -> Result<Vec<f32>, Error> {
+        self.check(tokens)?;
+        let mut logits = Vec::new();
+        let n_passes = tokens.len().div_ceil(self.n_batch);
+        for (i, pass) in tokens.chunks(self.n_batch).enumerate() {
+            let wanted = self.pass(pass, want_all_logits, i + 1 == n_passes)?;
+            for row in wanted {
+                logits.extend_from_slice(self.logits_of(row));
+            }
+        }
+        Ok(logits)
+    }
+
+    /// Processes one token and returns its logits where llama.cpp holds them, so that nothing is timed but its own work.
+    ///
+    /// # Errors
+    /// See [`PeerContext::decode`].
+    pub fn next(&mut self, token: u32) -> Result<&[f32], Error> {
+        self.check(&[token])?;
+        self.pass(&[token], false, true)?;
+        Ok(self.logits_of(0))
+    }
+
+    fn check(&self, tokens: &[u32]) -> Result<(), Error> {
         let n_vocab = self.model.n_vocab();
         if self.n_past + tokens.len() > self.n_ctx || tokens.iter().any(|&t| t as usize >= n_vocab)
         {
@@ -228,21 +251,30 @@ impl PeerContext {
                 self.n_ctx
             )));
         }
-        let mut logits = Vec::new();
-        let n_passes = tokens.len().div_ceil(self.n_batch);
-        for (i, pass) in tokens.chunks(self.n_batch).enumerate() {
-            self.pass(pass, want_all_logits, i + 1 == n_passes, &mut logits)?;
-        }
-        Ok(logits)
+        Ok(())
     }
 
+    /// The logits of a token of the last pass that was marked as an output.
+    fn logits_of(&self, i: usize) -> &[f32] {
+        // SAFETY: for outputs llama.cpp holds a row of n_vocab logits until the next pass, which needs `self` as mutable;
+        // for others it returns null.
+        unsafe {
+            let row = ggml::llama_get_logits_ith(self.raw, i as i32);
+            assert!(
+                !row.is_null(),
+                "llama.cpp has no logits for an output it was asked for"
+            );
+            std::slice::from_raw_parts(row, self.model.n_vocab())
+        }
+    }
+
+    /// One pass; returns which of its tokens are outputs.
     fn pass(
         &mut self,
         tokens: &[u32],
         all: bool,
         last: bool,
-        out: &mut Vec<f32>,
-    ) -> Result<(), Error> {
+    ) -> Result<std::ops::Range<usize>, Error> {
         let n = tokens.len();
         let mut ids: Vec<i32> = tokens.iter().map(|&t| t as i32).collect();
         let mut positions: Vec<i32> = (0..n).map(|i| (self.n_past + i) as i32).collect();
@@ -273,25 +305,12 @@ impl PeerContext {
                 log: log::take(),
             });
         }
-        for (i, _) in wanted
-            .iter()
-            .enumerate()
-            .filter(|(_, wanted)| **wanted != 0)
-        {
-            // SAFETY: token i was marked as an output, so llama.cpp holds a row of n_vocab logits for it until
-            // the next pass.
-            let row = unsafe {
-                let row = ggml::llama_get_logits_ith(self.raw, i as i32);
-                assert!(
-                    !row.is_null(),
-                    "llama.cpp has no logits for an output it was asked for"
-                );
-                std::slice::from_raw_parts(row, self.model.n_vocab())
-            };
-            out.extend_from_slice(row);
-        }
         self.n_past += n;
-        Ok(())
+        Ok(match (all, last) {
+            (true, _) => 0..n,
+            (false, true) => n - 1..n,
+            (false, false) => 0..0,
+        })
     }
 
     /// Forgets all tokens.
