@@ -725,9 +725,9 @@ fn chi_square(
 }
 
 /// Both kinds of drafts against plain decoding, on disjoint seeds so that the samples are independent.
-fn compare_distributions(model: &Model, n: u64) {
-    let prompt = model.chat("Tell me a story about a boat.");
-    let samplers = [
+/// What many sample with, and the model's own distribution.
+fn warm_and_hot() -> [SamplerParams; 2] {
+    [
         SamplerParams {
             temp: 0.6,
             top_k: 20,
@@ -738,40 +738,51 @@ fn compare_distributions(model: &Model, n: u64) {
             temp: 1.0,
             ..SamplerParams::default()
         },
-    ];
-    for sampler in samplers {
-        let plain = count_texts(model, &prompt, &sampler, None, 0..n);
-        for (i, sampled) in [false, true].into_iter().enumerate() {
-            let spec = SpecParams {
-                sampled,
-                ..depth(2)
-            };
-            let first = (i as u64 + 1) * n;
-            let guessed = count_texts(model, &prompt, &sampler, Some(&spec), first..first + n);
-            let (statistic, freedom) = chi_square(&plain, &guessed);
-            // Wilson and Hilferty's approximation: the cube root is nearly normal.
-            let z = ((statistic / freedom).cbrt() - (1.0 - 2.0 / (9.0 * freedom)))
-                / (2.0 / (9.0 * freedom)).sqrt();
-            println!(
-                "temp {}, drafts drawn {sampled}: {} texts, chi-square {statistic:.1} with {freedom} degrees of freedom, z {z:.2}",
-                sampler.temp,
-                plain.len()
-            );
-            // Beyond 3.5 lies one of 4,000 honest samples; the seeds are fixed.
-            assert!(freedom >= 3.0 && z < 3.5, "{statistic} with {freedom}");
-        }
+    ]
+}
+
+fn compare_distributions(model: &Model, n: u64, sampler: &SamplerParams) {
+    let prompt = model.chat("Tell me a story about a boat.");
+    let plain = count_texts(model, &prompt, sampler, None, 0..n);
+    for (i, sampled) in [false, true].into_iter().enumerate() {
+        let spec = SpecParams {
+            sampled,
+            ..depth(2)
+        };
+        let first = (i as u64 + 1) * n;
+        let guessed = count_texts(model, &prompt, sampler, Some(&spec), first..first + n);
+        let (statistic, freedom) = chi_square(&plain, &guessed);
+        // Wilson and Hilferty's approximation: the cube root is nearly normal.
+        let z = ((statistic / freedom).cbrt() - (1.0 - 2.0 / (9.0 * freedom)))
+            / (2.0 / (9.0 * freedom)).sqrt();
+        println!(
+            "temp {}, drafts drawn {sampled}: {} texts, chi-square {statistic:.1} with {freedom} degrees of freedom, z {z:.2}",
+            sampler.temp,
+            plain.len()
+        );
+        // Beyond 3.5 lies one of 4,000 honest samples; the seeds are fixed.
+        assert!(freedom >= 3.0 && z < 3.5, "{statistic} with {freedom}");
     }
 }
 
 #[test]
 fn samples_have_the_distribution_of_plain_decoding() {
-    compare_distributions(&Model::open(&demo()), 400);
+    let model = Model::open(&demo());
+    for sampler in warm_and_hot() {
+        compare_distributions(&model, 400, &sampler);
+    }
 }
 
 #[test]
 #[ignore = "takes many minutes"]
-fn many_samples_have_the_distribution_of_plain_decoding() {
-    compare_distributions(&Model::open(&demo()), 20_000);
+fn many_warm_samples_have_the_distribution_of_plain_decoding() {
+    compare_distributions(&Model::open(&demo()), 20_000, &warm_and_hot()[0]);
+}
+
+#[test]
+#[ignore = "takes many minutes"]
+fn many_hot_samples_have_the_distribution_of_plain_decoding() {
+    compare_distributions(&Model::open(&demo()), 20_000, &warm_and_hot()[1]);
 }
 
 #[test]

@@ -344,6 +344,8 @@ fn best_of_row(row: &[f32], k: usize, keys: &mut Vec<u64>) {
 
 /// Logits looked at together: enough for the loops over them to become straight vector code.
 const BLOCK: usize = 64;
+/// Logits compared at once where a maximum is looked for.
+const LANES: usize = 32;
 
 /// Calls `visit` with every block of the row and the index of its first element; the last may be shorter.
 fn for_each_block(row: &[f32], mut visit: impl FnMut(usize, &[f32])) {
@@ -368,17 +370,21 @@ fn candidates_of(first: usize, block: &[f32]) -> impl Iterator<Item = Candidate>
 
 /// The largest logit, and whether all of them are usable.
 fn scan(row: &[f32]) -> (f32, bool) {
-    // One result per lane: a single running one would be a chain of dependent steps.
-    let mut unusable = [false; BLOCK];
-    let mut lanes = [f32::NEG_INFINITY; BLOCK];
-    for_each_block(row, |_, block| {
-        for ((bad, lane), &logit) in unusable.iter_mut().zip(&mut lanes).zip(block) {
-            *bad |= !is_logit(logit);
+    // One maximum per lane, since a single running one would be a chain of dependent steps, and one answer per block:
+    // compilers turn this form into vector code.
+    let mut lanes = [f32::NEG_INFINITY; LANES];
+    let (blocks, rest) = row.as_chunks::<LANES>();
+    let mut unusable = any(rest, |logit| !is_logit(logit));
+    for block in blocks {
+        let mut bad = false;
+        for (lane, &logit) in lanes.iter_mut().zip(block) {
             *lane = if logit > *lane { logit } else { *lane };
+            bad |= !is_logit(logit);
         }
-    });
-    let max = lanes.into_iter().fold(f32::NEG_INFINITY, f32::max);
-    (max, !unusable.contains(&true))
+        unusable |= bad;
+    }
+    let max = lanes.into_iter().chain(rest.iter().copied());
+    (max.fold(f32::NEG_INFINITY, f32::max), !unusable)
 }
 
 /// The largest logit of a row that has a distribution.
