@@ -12,6 +12,7 @@ use anyhow::Result;
 use ggml_metal::{DeviceKind, WeightBytes};
 
 use crate::engine::Engine;
+use crate::imatrix;
 use crate::memory::{Reading, Zone};
 use crate::session::{PlannedBytes, Session, SessionParams};
 
@@ -35,6 +36,8 @@ pub struct Demand {
     pub n_rows: usize,
     /// Sessions of that kind at the same time.
     pub n_sessions: usize,
+    /// Instead of sessions, one pass of the whole context that observes the inputs of all weights.
+    pub observes: bool,
 }
 
 /// What a run takes, in bytes.
@@ -129,6 +132,10 @@ pub fn estimate(engine: &Arc<Engine>, demand: &Demand, n_ctx: usize) -> Result<E
         n_ctx,
         ..demand.session
     };
+    if demand.observes {
+        let planned = imatrix::planned_bytes(engine, n_ctx)?;
+        return Ok(sum(engine, demand, n_ctx, engine.weight_bytes(), planned));
+    }
     let mut session = Session::new(engine.clone(), params)?;
     let n_ctx = session.params().n_ctx;
     let planned = session.plan_full(demand.n_rows)?;

@@ -9,6 +9,7 @@ use ggml_metal::DType;
 
 use crate::engine::Engine;
 use crate::model::forward::{HeadPass, Observed, ObservedInputs, TrunkGraph, TrunkShape};
+use crate::session::{PlannedBytes, SessionBytes};
 use crate::state::{KV_PAD, KvTypes, State};
 
 /// Sums under way, in double precision: thousands of chunks add up.
@@ -38,24 +39,7 @@ pub fn collect(
         "{} tokens are too few for chunks of {chunk_size}; give a longer text, or a smaller -c",
         tokens.len()
     );
-    let (config, backends) = (engine.config(), engine.backends());
-    let types = KvTypes {
-        k: DType::F16,
-        v: DType::F16,
-    };
-    let mtp = engine.mtp_status().on;
-    let mut state = State::new(config, &backends[0], types, chunk_size, 1, mtp)?;
-    let shape = TrunkShape {
-        n_tokens: chunk_size,
-        n_kv: chunk_size.next_multiple_of(KV_PAD),
-        n_outputs: 0,
-        head: if mtp { HeadPass::Logits } else { HeadPass::Off },
-        best: 0,
-        back: 0,
-        unsplit: false,
-    };
-    let model = engine.weights().for_width(chunk_size);
-    let mut graph = TrunkGraph::observing(config, model, &state, backends, shape)?;
+    let (mut state, mut graph) = observing(engine, chunk_size)?;
     let mut sums = BTreeMap::new();
     let mut n_chunks = 0;
     for chunk in tokens.chunks_exact(chunk_size) {
@@ -84,6 +68,59 @@ pub fn collect(
         datasets: Vec::new(),
         n_chunks: n_chunks as u32,
         chunk_size: chunk_size as u32,
+    })
+}
+
+/// An empty state and a pass over it that observes the inputs of all weights.
+fn observing(engine: &Engine, chunk_size: usize) -> Result<(State, TrunkGraph)> {
+    let (config, backends) = (engine.config(), engine.backends());
+    let types = KvTypes {
+        k: DType::F16,
+        v: DType::F16,
+    };
+    let mtp = engine.mtp_status().on;
+    let state = State::new(config, &backends[0], types, chunk_size, 1, mtp)?;
+    let shape = TrunkShape {
+        n_tokens: chunk_size,
+        n_kv: chunk_size.next_multiple_of(KV_PAD),
+        n_outputs: 0,
+        head: if mtp { HeadPass::Logits } else { HeadPass::Off },
+        best: 0,
+        back: 0,
+        unsplit: false,
+    };
+    let model = engine.weights().for_width(chunk_size);
+    let graph = TrunkGraph::observing(config, model, &state, backends, shape)?;
+    Ok((state, graph))
+}
+
+/// What [`collect`] takes besides the weights, from an engine that may be a planned one.
+///
+/// # Errors
+/// When the pass cannot be described.
+pub fn planned_bytes(engine: &Engine, chunk_size: usize) -> Result<PlannedBytes> {
+    let (state, graph) = observing(engine, chunk_size)?;
+    let (kv, recurrent, rollback) = state.bytes();
+    let n_sums: usize = graph
+        .observed()
+        .iter()
+        .map(|observed| match &observed.inputs {
+            ObservedInputs::Sum { squares, .. } => squares.n_elements(),
+            ObservedInputs::Experts { x, n_expert, .. } => x.ne(0) as usize * n_expert,
+        })
+        .sum();
+    // Added up as f64, kept as f32 in the end.
+    let sums = n_sums * (size_of::<f64>() + size_of::<f32>());
+    let each = graph.graph().compute_bytes_each();
+    Ok(PlannedBytes {
+        session: SessionBytes {
+            kv,
+            state: recurrent - rollback,
+            rollback,
+            compute: each.first().copied().unwrap_or(0),
+        },
+        host_compute: each.iter().skip(1).sum::<usize>() + sums,
+        growth: 0,
     })
 }
 

@@ -284,6 +284,46 @@ impl Machine {
     }
 }
 
+/// Address space that the program takes besides a model's file: libraries, the stacks and heaps of its threads, the
+/// vocabulary.
+const OWN_ADDRESSES: u64 = 448 << 20;
+
+/// Refuses to load a file of so many bytes where the address space of this process is limited (`ulimit -v`) and what is
+/// left does not hold it: a program that runs out of it cannot say so any more.
+///
+/// # Errors
+/// In that case.
+pub fn check_address_space(file_bytes: u64) -> anyhow::Result<()> {
+    let read = |name: &str| std::fs::read_to_string(Path::new("/proc/self").join(name)).ok();
+    let (Some(limits), Some(status)) = (read("limits"), read("status")) else {
+        return Ok(());
+    };
+    let Some((limit, left)) = address_space(&limits, &status) else {
+        return Ok(());
+    };
+    let needed = file_bytes.saturating_add(OWN_ADDRESSES);
+    let mib = |bytes: u64| bytes >> 20;
+    anyhow::ensure!(
+        needed <= left,
+        "the address space of this process is limited to {} MiB (`ulimit -v`), of which {} are left, and {} are needed; raise \
+         the limit or lift it with `ulimit -v unlimited`",
+        mib(limit),
+        mib(left),
+        mib(needed)
+    );
+    Ok(())
+}
+
+/// Of `/proc/self/limits` and `/proc/self/status`: the limit of the address space and what is left of it; none where there
+/// is no limit.
+fn address_space(limits: &str, status: &str) -> Option<(u64, u64)> {
+    let line = limits
+        .lines()
+        .find_map(|line| line.strip_prefix("Max address space"))?;
+    let limit: u64 = line.split_whitespace().next()?.parse().ok()?;
+    Some((limit, limit.saturating_sub(field(status, "VmSize")?)))
+}
+
 /// The number after a key at the start of a line, in bytes: `Key: 12 kB` and `key 12` are understood.
 fn field(text: &str, key: &str) -> Option<u64> {
     let line = text.lines().find_map(|line| {
@@ -477,6 +517,19 @@ mod tests {
             machine_available: ((total - used) * GIB as f64) as u64,
             ..Reading::default()
         }
+    }
+
+    #[test]
+    fn a_limit_of_the_address_space_is_read() {
+        let limits = "Limit                     Soft Limit           Hard Limit           Units     \n\
+             Max cpu time              unlimited            unlimited            seconds   \n\
+             Max address space         614400000            unlimited            bytes     \n";
+        let status = "Name:\tqrun\nVmPeak:\t  200000 kB\nVmSize:\t  100000 kB\n";
+        let found = address_space(limits, status);
+        assert_eq!(found, Some((614_400_000, 614_400_000 - 102_400_000)));
+        let none = limits.replace("614400000", "unlimited");
+        assert_eq!(address_space(&none, status), None);
+        assert_eq!(address_space("", status), None);
     }
 
     #[test]

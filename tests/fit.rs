@@ -10,6 +10,7 @@ use std::sync::Arc;
 use ggml_metal::DType;
 use qrun::engine::{Engine, EngineParams};
 use qrun::fit::{Demand, estimate};
+use qrun::imatrix;
 use qrun::memory::Machine;
 use qrun::session::{Outputs, Session, SessionBytes, SessionParams};
 use qrun::state::KvTypes;
@@ -106,6 +107,7 @@ fn a_planned_session_has_the_bytes_of_a_full_one() {
                 session,
                 n_rows: 1,
                 n_sessions: 1,
+                observes: false,
             };
             let sum = estimate(&planned, &demand, n_ctx).unwrap();
             assert_eq!(sum.kv, real.kv as u64, "{what}");
@@ -129,6 +131,40 @@ fn repacked_weights_are_planned_too() {
     let planned = Engine::plan(&demo(), &params).unwrap();
     let engine = planned.load_planned(&mut |_, _| {}).unwrap();
     assert_eq!(planned.weight_bytes(), engine.weight_bytes());
+}
+
+/// What an importance matrix takes is known before anything is loaded.
+#[test]
+fn observing_is_planned_too() {
+    let folder = tempfile::tempdir().unwrap();
+    for path in [demo(), synth::moe(folder.path())] {
+        let planned = Engine::plan(&path, &params()).unwrap();
+        let engine = planned.load_planned(&mut |_, _| {}).unwrap();
+        let plan = imatrix::planned_bytes(&planned, 512).unwrap();
+        // Of a loaded engine these are the bytes of the graph that observes.
+        let real = imatrix::planned_bytes(&engine, 512).unwrap();
+        assert_eq!(plan, real, "{}", path.display());
+        assert!(plan.session.compute > 0 && plan.host_compute > 0);
+    }
+}
+
+#[test]
+fn a_limited_address_space_is_an_error_and_no_crash() {
+    if !cfg!(target_os = "linux") {
+        println!("SKIPPED: only Linux limits the address space");
+        return;
+    }
+    for limit in ["60000", "150000", "300000"] {
+        let out = Command::new("sh")
+            .args(["-c", "ulimit -v \"$0\" && exec \"$@\"", limit])
+            .args([env!("CARGO_BIN_EXE_qrun"), "-p", "Hi.", "-n", "1"])
+            .output()
+            .unwrap();
+        let stderr = text(&out.stderr);
+        assert_eq!(out.status.code(), Some(1), "{limit}: {stderr}");
+        assert!(out.stdout.is_empty(), "{limit}: {stderr}");
+        assert!(stderr.contains("error: "), "{limit}: {stderr}");
+    }
 }
 
 /// Resident memory of this process must not exceed the sum, nor be far below: what is asked for is what is used.
@@ -165,6 +201,7 @@ fn the_sum_holds_what_a_process_takes() {
         session,
         n_rows: 1,
         n_sessions: 1,
+        observes: false,
     };
     let sum = estimate(&Arc::new(planned), &demand, 4096).unwrap();
     let mut real = Session::new(engine, session).unwrap();

@@ -471,6 +471,7 @@ fn fits(found: &mut Findings, engine: Engine, reading: &Reading) -> Result<()> {
         },
         n_rows: 1,
         n_sessions: 1,
+        observes: false,
     };
     let offer = Offer::of(&engine, *reading);
     let asked = engine.n_ctx();

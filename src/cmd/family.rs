@@ -201,6 +201,7 @@ fn measure(model: &Synthetic, device: Option<&str>, offer: &Offer, rates: &Rates
         session,
         n_rows: 1,
         n_sessions: 1,
+        observes: false,
     };
     let sum = estimate(&planned, &demand, session.n_ctx)?;
     if let Some(short) = shortage(&sum, offer) {
@@ -271,6 +272,7 @@ fn rows_of(
                 },
                 n_rows: 1,
                 n_sessions: 1,
+                observes: false,
             };
             sessions.push((n_ctx, kv, estimate(&engine, &demand, n_ctx)?));
         }

@@ -38,6 +38,7 @@ pub fn governed(
         session,
         n_rows: needs.n_rows.max(1),
         n_sessions: needs.n_sessions.max(1),
+        observes: needs.observes,
     };
     let asked = match needs.n_ctx.unwrap_or(session.n_ctx) {
         0 => planned.n_ctx(),

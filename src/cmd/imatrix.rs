@@ -32,6 +32,7 @@ pub fn run(args: &ImatrixArgs) -> Result<Outcome> {
         .with_context(|| format!("reading {}", args.file.display()))?;
     let needs = model::Needs {
         n_ctx: Some(chunk_size),
+        observes: true,
         ..model::Needs::default()
     };
     let (engine, tokenizer) = model::load(&args.model, &needs)?;

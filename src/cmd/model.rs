@@ -8,6 +8,7 @@ use anyhow::{Context as _, Result};
 use ggml_metal::{DType, DeviceKind, Gguf, Repack, devices};
 use indicatif::{ProgressBar, ProgressDrawTarget, ProgressStyle};
 use qrun::engine::{Engine, EngineParams};
+use qrun::memory;
 use qrun::model::ModelFiles;
 use qrun::model::forward::DraftVocab;
 use qrun::model::shapes::Synthetic;
@@ -80,6 +81,8 @@ pub struct Needs {
     pub n_rows: usize,
     /// Sessions that it runs, if more than one.
     pub n_sessions: usize,
+    /// It observes the inputs of all weights in passes of the whole context.
+    pub observes: bool,
 }
 
 impl Needs {
@@ -153,6 +156,11 @@ fn load_from(
     progress: &mut dyn FnMut(usize, usize),
 ) -> Result<(Arc<Engine>, Tokenizer)> {
     let params = engine_params(args);
+    // What cannot be looked at is told of by those who open it.
+    if let Ok(file) = path.metadata() {
+        memory::check_address_space(file.len())
+            .with_context(|| format!("{} is not loaded", path.display()))?;
+    }
     thread::scope(|scope| {
         let tokenizer = scope.spawn(|| tokenizer(path));
         let engine = Engine::plan(path, &params).and_then(|planned| {
