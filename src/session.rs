@@ -739,12 +739,8 @@ impl Session {
     /// Cells that attention looks at when there will be `n` tokens: more than those, so that a graph serves many
     /// passes.
     fn n_kv(&self, n: usize, narrow: bool) -> usize {
-        let step = if narrow && self.backend().device().kind() == DeviceKind::Gpu {
-            GPU_KV_PAD.max(n.next_power_of_two() / 8)
-        } else {
-            KV_PAD
-        };
-        n.next_multiple_of(step).min(self.state.n_cells())
+        let coarse = narrow && self.backend().device().kind() == DeviceKind::Gpu;
+        padded(n, coarse, self.state.n_cells())
     }
 
     /// What [`Session::n_kv`] is for the passes around here: near a border it changes to and fro as drafts are taken
@@ -914,6 +910,44 @@ impl Session {
                 position: self.n_past() - (self.best.len() - at).div_ceil(n_best.max(1)),
             }),
             None => Ok(()),
+        }
+    }
+}
+
+/// `n` cells and some more, of `n_cells` that there are.
+fn padded(n: usize, coarse: bool, n_cells: usize) -> usize {
+    let step = if coarse {
+        GPU_KV_PAD.max(n.next_power_of_two() / 8)
+    } else {
+        KV_PAD
+    };
+    n.next_multiple_of(step).min(n_cells)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn passes_look_at_all_cells_and_few_more() {
+        for n_cells in [256, 1024, 1280, 40_960, 262_144] {
+            for coarse in [false, true] {
+                let mut before = 0;
+                let mut n_changes = 0;
+                for n in 1..=n_cells {
+                    let n_kv = padded(n, coarse, n_cells);
+                    assert!((n..=n_cells).contains(&n_kv), "{n} of {n_cells}");
+                    assert_eq!(n_kv % KV_PAD, 0, "{n} of {n_cells}");
+                    // At most a quarter is looked at in vain, or what is too little to matter.
+                    let most = if coarse { n / 4 + GPU_KV_PAD } else { KV_PAD };
+                    assert!(n_kv - n < most, "{n_kv} for {n}");
+                    assert!(n_kv >= before);
+                    n_changes += usize::from(n_kv != before);
+                    before = n_kv;
+                }
+                let fewest = n_cells.div_ceil(GPU_KV_PAD);
+                assert!(!coarse || n_changes <= fewest.min(40), "{n_changes}");
+            }
         }
     }
 }

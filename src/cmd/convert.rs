@@ -10,6 +10,8 @@ use convert::map::Mtp;
 use convert::output::Interrupted;
 use convert::recipe::FileType;
 use qrun::engine::{Engine, EngineParams};
+use qrun::fit::{Demand, Offer, estimate, shortage};
+use qrun::memory::Machine;
 use qrun::session::{CancelToken, EvalError, Session, SessionParams};
 
 use super::{Outcome, UsageError, model};
@@ -145,8 +147,10 @@ fn verify(path: &Path, args: &ConvertArgs, cancel: &CancelToken) -> Result<Outco
         n_threads: args.threads.map(usize::from),
         ..EngineParams::default()
     };
-    let engine = Engine::load(path, &params, &mut |_, _| {}).context("verifying")?;
+    let planned = Arc::new(Engine::plan(path, &params).context("verifying")?);
     let tokens = model::tokenizer(path)?.encode(VERIFY_TEXT, false)?;
+    ensure_fits(path, &planned, tokens.len())?;
+    let engine = planned.load_planned(&mut |_, _| {}).context("verifying")?;
     match measure(&engine, &tokens, cancel) {
         Ok(measured) => {
             report::note(&format!(
@@ -179,6 +183,40 @@ fn verify(path: &Path, args: &ConvertArgs, cancel: &CancelToken) -> Result<Outco
     }
 }
 
+/// Refuses to read `n_tokens` tokens with a model for which the machine has not the memory.
+fn ensure_fits(path: &Path, planned: &Arc<Engine>, n_tokens: usize) -> Result<()> {
+    let Some(reading) = Machine::new().and_then(|mut machine| machine.read()) else {
+        return Ok(());
+    };
+    let demand = Demand {
+        session: session_params(planned, n_tokens),
+        // The head's rows, too.
+        n_rows: 2 * n_tokens,
+        n_sessions: 1,
+        observes: false,
+    };
+    let estimate = estimate(planned, &demand, n_tokens)?;
+    if let Some(short) = shortage(&estimate, &Offer::of(planned, reading)) {
+        bail!(
+            "{} is written, but not verified: that takes {}, and {} of {} can be had; `qrun perplexity` reads a \
+             text with it where there is more",
+            path.display(),
+            report::bytes(short.takes as usize),
+            report::bytes(short.has as usize),
+            short.of
+        );
+    }
+    Ok(())
+}
+
+fn session_params(engine: &Engine, n_tokens: usize) -> SessionParams {
+    SessionParams {
+        n_ctx: n_tokens,
+        mtp: engine.mtp_status().on,
+        ..SessionParams::default()
+    }
+}
+
 struct Measured {
     perplexity: f64,
     /// Drafts that are the trunk's own best token, and all; none without a head.
@@ -191,12 +229,8 @@ fn measure(
     cancel: &CancelToken,
 ) -> Result<Measured, EvalError> {
     let n_vocab = engine.config().n_vocab as usize;
-    let mtp = engine.mtp_status().on;
-    let params = SessionParams {
-        n_ctx: tokens.len(),
-        mtp,
-        ..SessionParams::default()
-    };
+    let params = session_params(engine, tokens.len());
+    let mtp = params.mtp;
     let mut session = Session::new(engine.clone(), params)?;
     let (logits, head) = if mtp {
         session.eval_with_head(tokens, cancel)?
